@@ -1,0 +1,1 @@
+"""Compiling the partitions of a model to objects for one CPU, and loading them."""

@@ -1,0 +1,1 @@
+"""The command line: specs, tokens, the generation loop and its output."""

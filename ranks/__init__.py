@@ -1,0 +1,1 @@
+"""One rank at work: its weights, KV cache, stage, transport and sampling."""
