@@ -1,7 +1,8 @@
 """Which layers each rank owns, and its place in the pipeline.
 
 Forward block b, counted from the embedding, belongs to rank `world - 1 - b`: rank `world - 1`
-starts the forward pass and rank 0 ends it, so the logits appear where the user talks to the program.
+starts the forward pass and rank 0 ends it, so the logits appear where the user talks to the
+program.
 """
 
 from collections.abc import Sequence

@@ -159,24 +159,17 @@ def _membership_faults(
 def _order_faults(nodes: Sequence[GraphNode], placed: Sequence[_Placed]) -> Iterator[Violation]:
     """The ranks' nodes, one after another, are in graph order; so is each replicated partition."""
     index = {node.name: i for i, node in enumerate(nodes)}
-    owned_sequence = [
-        (place, name)
-        for place in placed
-        if not place.partition.replicated
-        for name in place.partition.nodes
-    ]
-    replicated_sequences = [
-        [(place, name) for name in place.partition.nodes]
-        for place in placed
-        if place.partition.replicated
-    ]
-    for sequence in [owned_sequence, *replicated_sequences]:
-        # A node's second appearance is a duplicate, which is not this check's business.
-        first = {name: (place, name) for place, name in reversed(sequence) if name in index}
-        known = [first[name] for name in dict.fromkeys(n for _, n in sequence) if name in first]
-        for (_, before), (place, name) in pairwise(known):
+    owned = [place for place in placed if not place.partition.replicated]
+    replicated = [[place] for place in placed if place.partition.replicated]
+    for sequence in [owned, *replicated]:
+        first: dict[str, _Placed] = {}  # a second appearance is a duplicate, not a matter of order
+        for place in sequence:
+            for name in place.partition.nodes:
+                if name in index:
+                    first.setdefault(name, place)
+        for before, name in pairwise(first):
             if index[before] > index[name]:
-                yield place.fault(
+                yield first[name].fault(
                     Fault.ORDER, name, f"runs after {before!r}, which follows it in the graph"
                 )
 
