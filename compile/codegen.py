@@ -1,0 +1,41 @@
+"""From LLVM IR to an object file for one CPU, through LLVM's optimiser."""
+
+import functools
+
+import llvmlite.binding as llvm
+from buddy_pipeline.compile.target import Target
+
+
+@functools.cache
+def _initialise() -> None:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+
+
+def target_machine(target: Target) -> llvm.TargetMachine:
+    """LLVM's code generator for `target`, position independent so that it loads anywhere."""
+    _initialise()
+    return llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.features, opt=3, reloc="pic", codemodel="default"
+    )
+
+
+def compile_object(ir_texts: list[str], target: Target) -> tuple[bytes, str]:
+    """Links LLVM IR modules, optimises them and returns (object file, assembly text)."""
+    machine = target_machine(target)
+    module = llvm.parse_assembly(ir_texts[0])
+    for text in ir_texts[1:]:
+        module.link_in(llvm.parse_assembly(text))
+    module.triple = target.triple
+    module.data_layout = str(machine.target_data)
+    for function in module.functions:
+        # Every function is a loop nest of its own: inlining would only multiply code and time.
+        if not function.is_declaration:
+            function.add_function_attribute("noinline")
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    options.loop_vectorization = True
+    options.slp_vectorization = True
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    module.verify()
+    return machine.emit_object(module), machine.emit_assembly(module)
