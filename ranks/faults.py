@@ -1,0 +1,162 @@
+"""How a job ends when something goes wrong on some rank: one message, no hang, a non-zero exit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import NoReturn
+
+import numpy as np
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.waiting import IDLE
+from buddy_pipeline.ranks.world import World, detect_launcher
+
+USER_ERROR = 2
+"""Exit code for what the user can mend."""
+FAILURE = 1
+"""Exit code for everything else."""
+_SIGNAL_BASE = 128
+"""Added to the number of the signal that ended a process: its exit code, as shells have it."""
+
+TRACEBACK_VARIABLE = "BUDDY_PIPELINE_TRACEBACK"
+"""Environment variable that, when not empty, has `fatal` print the traceback as well."""
+
+# One byte that says whether the rank failed, then its message, cut to fit.
+_REPORT_BYTES = 4096
+
+
+class CollectiveExit(SystemExit):
+    """The end of this process at a place where every other rank ends too."""
+
+
+def agree(world: World, error: str | None) -> None:
+    """Compare notes after preparation that each rank did alone; every rank must call this.
+
+    error: one line on what the user must mend, None if this rank is ready.
+
+    Returns on all ranks if all are ready. Otherwise rank 0 prints each distinct message once, and
+    CollectiveExit(2) is raised on all. Waits by polling: a rank that is ready leaves its cores to
+    those that still compile.
+    """
+    errors = [error] if world.comm is None else _exchange(world, error)
+    if all(each is None for each in errors):
+        return
+    if world.rank == 0:
+        for line in _distinct(errors):
+            _print(line)
+    raise CollectiveExit(USER_ERROR)
+
+
+def exit_alone(error: UserError) -> NoReturn:
+    """End a process that could not join the world; one rank of each host prints why."""
+    try:
+        launcher = detect_launcher()
+    except UserError:
+        launcher = None
+    if launcher is None or not launcher.local_rank:
+        _print(str(error))
+    raise SystemExit(USER_ERROR)
+
+
+@contextmanager
+def guarded(world: World) -> Iterator[None]:
+    """Run a rank's work so that whatever ends it early ends the whole job.
+
+    Without this an exception would leave Python through MPI_Finalize, which waits for the other
+    ranks, while these wait for a message. SIGTERM and SIGINT become a SystemExit on the main
+    thread, so that `finally` clauses run; a second one kills at once.
+    """
+    previous = {each: signal.signal(each, _on_signal) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    except CollectiveExit:
+        raise
+    except SystemExit as leaving:
+        if world.comm is None:
+            raise
+        _abort(world, _exit_code(leaving))
+    except BaseException as error:
+        fatal(world, error)
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
+def fatal(world: World, error: BaseException) -> NoReturn:
+    """Print one line about an error that only this rank has, and end the job on all ranks.
+
+    The exit code is 2 for a UserError and 1 otherwise; with a world of one it is raised as a
+    SystemExit, else MPI_Abort ends this process without returning.
+    """
+    text = " ".join(str(error).split())
+    if not isinstance(error, UserError):
+        name = type(error).__name__
+        text = f"{name}: {text}" if text else name
+        if os.environ.get(TRACEBACK_VARIABLE):
+            traceback.print_exception(error)
+    if world.comm is None:
+        _print(text)
+    else:
+        _print(f"rank {world.rank} of {world.world} on {world.hostname}: {text}")
+    _abort(world, USER_ERROR if isinstance(error, UserError) else FAILURE)
+
+
+def _abort(world: World, code: int) -> NoReturn:
+    if world.comm is not None:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # a reader that has gone, a stream that is closed
+                stream.flush()
+        world.comm.Abort(code)
+    raise SystemExit(code)
+
+
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    raise SystemExit(_SIGNAL_BASE + number)
+
+
+def _exit_code(leaving: SystemExit) -> int:
+    if leaving.code is None:
+        return 0
+    return leaving.code if isinstance(leaving.code, int) else FAILURE
+
+
+def _exchange(world: World, error: str | None) -> list[str | None]:
+    """The error of every rank, by rank."""
+    mine = np.zeros(_REPORT_BYTES, dtype=np.uint8)
+    if error is not None:
+        text = error.encode()[: _REPORT_BYTES - 1]
+        mine[0] = 1
+        mine[1 : 1 + len(text)] = np.frombuffer(text, dtype=np.uint8)
+    all_reports = np.empty((world.world, _REPORT_BYTES), dtype=np.uint8)
+    request = world.comm.Iallgather(mine, all_reports)
+    IDLE.until(request.Test)
+    return [
+        report[1:].tobytes().rstrip(b"\0").decode(errors="ignore") if report[0] else None
+        for report in all_reports
+    ]
+
+
+def _distinct(errors: list[str | None]) -> list[str]:
+    """Each message once, prefixed with its ranks unless all ranks have the same."""
+    ranks: dict[str, list[int]] = {}
+    for rank, error in enumerate(errors):
+        if error is not None:
+            ranks.setdefault(error, []).append(rank)
+    return [
+        error
+        if len(owners) == len(errors)
+        else f"rank{'s' * (len(owners) > 1)} {', '.join(map(str, owners))}: {error}"
+        for error, owners in ranks.items()
+    ]
+
+
+def _print(text: str) -> None:
+    # One write: the lines of several ranks meet in one pipe and must not mix.
+    sys.stderr.write(f"buddy-pipeline: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,180 @@
+"""The ring of ranks: messages arrive from the next higher rank and leave to the next lower one.
+
+Rank 0 starts every message and sends it to rank world-1, so the way back to the first block is an
+edge of the ring like any other. Receives and sends are nonblocking: the receive of the next message
+is posted before the current step runs, and a send is waited for only when its buffer is needed
+again. Waiting polls with back-off, see `waiting`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from buddy_pipeline.ranks.messages import Bounds, Kind, ProtocolError, Step, StepBuffer
+from buddy_pipeline.ranks.waiting import EXCLUSIVE, SHARED, sharpen_sleep
+from buddy_pipeline.ranks.world import World
+
+_TAG = 1
+_RECEIVE_BUFFERS = 2  # one that the stage works on, one that the next message arrives in
+_SEND_BUFFERS = 2  # one on its way, one that the stage writes
+
+
+class Transport:
+    """This rank's two edges of the ring.
+
+    max_tokens, max_rows: the most a step may carry.
+    input_bytes, output_bytes: payload a token of the messages that arrive and that leave.
+    bounds: what a received step may refer to.
+
+    A Step returned by `receive` is valid until the next `receive`; one returned by `begin` or
+    `carry_on` until it is sent.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        max_tokens: int,
+        max_rows: int,
+        input_bytes: int,
+        output_bytes: int,
+        bounds: Bounds,
+    ) -> None:
+        from mpi4py import MPI
+
+        self._mpi = MPI
+        self._comm = world.comm
+        self._source = (world.rank + 1) % world.world
+        self._target = (world.rank - 1) % world.world
+        self._bounds = bounds
+        self._patience = EXCLUSIVE if world.cores.exclusive else SHARED
+        sharpen_sleep()
+
+        # One for each rank's step keeps all of them busy, one more waits in front of rank world-1.
+        self.in_flight = world.world + 1
+        """Messages that rank 0 may start before it must receive the oldest."""
+        control_bytes = 8 * world.world  # PEAK_MEMORY: one word a rank
+        send_buffers = self.in_flight if world.rank == 0 else _SEND_BUFFERS
+        self._incoming = [
+            _Parcel(StepBuffer(max_tokens, max_rows, input_bytes, control_bytes))
+            for _ in range(_RECEIVE_BUFFERS)
+        ]
+        self._outgoing = [
+            _Parcel(StepBuffer(max_tokens, max_rows, output_bytes, control_bytes))
+            for _ in range(send_buffers)
+        ]
+        self._received = 0
+        self._sent = 0
+        self._status = MPI.Status()
+        self._pending: Any = self._post_receive(self._incoming[0])
+
+    def receive(self) -> Step:
+        """Wait for the next message, check it and return it, the receive of its successor posted.
+
+        Raises ProtocolError for a malformed message or one out of order, MPI.Exception if the MPI
+        library reports that the neighbour is gone.
+        """
+        if self._pending is None:
+            raise ProtocolError("receive after STOP: no message follows it")
+        try:
+            self._wait(self._pending)
+        except self._mpi.Exception as error:
+            if error.Get_error_class() != self._mpi.ERR_TRUNCATE:
+                raise
+            capacity = self._incoming[0].buffer.capacity
+            raise ProtocolError(
+                f"message from rank {self._source} is longer than {capacity} bytes, "
+                "the most that a message here can have"
+            ) from error
+        parcel = self._incoming[self._received % _RECEIVE_BUFFERS]
+        count = self._status.Get_count(self._mpi.BYTE)
+        try:
+            step = parcel.buffer.decode(count, self._bounds)
+        except ProtocolError as error:
+            raise ProtocolError(f"from rank {self._source}: {error}") from None
+        if step.sequence != self._received:
+            raise ProtocolError(
+                f"from rank {self._source}: message {step.sequence}, expected {self._received}"
+            )
+        self._received += 1
+        self._pending = None
+        if step.kind is not Kind.STOP:
+            self._pending = self._post_receive(self._incoming[self._received % _RECEIVE_BUFFERS])
+        return step
+
+    def begin(self, kind: Kind, tokens: int = 0, rows: int = 0) -> Step:
+        """Start a new message on rank 0; the caller fills its arrays, then calls `send`."""
+        return self._free_buffer().begin(kind, self._sent, tokens, rows)
+
+    def carry_on(self, step: Step, payload: int = 0) -> Step:
+        """Start the message that carries a received step to the next rank, payload to be filled."""
+        return self._free_buffer().carry_on(step, payload)
+
+    def send(self, step: Step) -> None:
+        """Send the message begun last, without waiting for its receiver."""
+        self._outgoing[self._sent % len(self._outgoing)].request = self._post_send(step)
+        self._sent += 1
+
+    def forward(self, step: Step) -> None:
+        """Send the message received last as it is, from the buffer it arrived in."""
+        self._incoming[(self._received - 1) % _RECEIVE_BUFFERS].request = self._post_send(step)
+
+    def close(self) -> None:
+        """Wait until everything sent has left; call after STOP was received."""
+        for parcel in (*self._incoming, *self._outgoing):
+            self._settle(parcel)
+
+    def _free_buffer(self) -> StepBuffer:
+        parcel = self._outgoing[self._sent % len(self._outgoing)]
+        self._settle(parcel)
+        return parcel.buffer
+
+    def _post_receive(self, parcel: _Parcel) -> Any:
+        self._settle(parcel)  # it may still be on its way on, if it was forwarded
+        return self._comm.Irecv([parcel.buffer.memory, self._mpi.BYTE], self._source, _TAG)
+
+    def _post_send(self, step: Step) -> Any:
+        return self._comm.Isend([step.message, self._mpi.BYTE], self._target, _TAG)
+
+    def _settle(self, parcel: _Parcel) -> None:
+        if parcel.request is not None:
+            self._wait(parcel.request)
+            parcel.request = None
+
+    def _wait(self, request: Any) -> None:
+        status = self._status
+        self._patience.until(lambda: request.Test(status))
+
+
+class _Parcel:
+    """A buffer and the send that reads it, if one is under way."""
+
+    def __init__(self, buffer: StepBuffer) -> None:
+        self.buffer = buffer
+        self.request: Any = None
+
+
+class Loopback:
+    """The ring of a world of one: what rank 0 sends is what it receives next. Needs no MPI."""
+
+    in_flight = 1
+
+    def __init__(self, max_tokens: int, max_rows: int) -> None:
+        self._buffer = StepBuffer(max_tokens, max_rows, 0)
+        self._sequence = 0
+        self._step: Step | None = None
+
+    def begin(self, kind: Kind, tokens: int = 0, rows: int = 0) -> Step:
+        return self._buffer.begin(kind, self._sequence, tokens, rows)
+
+    def send(self, step: Step) -> None:
+        self._step = step
+        self._sequence += 1
+
+    def receive(self) -> Step:
+        if self._step is None:
+            raise ProtocolError("receive in a world of one before anything was sent")
+        step, self._step = self._step, None
+        return step
+
+    def close(self) -> None:
+        """Nothing is ever under way."""
