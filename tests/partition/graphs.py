@@ -73,8 +73,8 @@ def decoder(
 def random_decoders(draw: st.DrawFn) -> list[GraphNode]:
     """Layered graphs with random wiring, random position-only values and no dead node.
 
-    Every node reads one of the latest values, so that all are used, and any number of older ones,
-    so that values skip over layers and cross many boundaries.
+    Every node reads the latest value, so that all are used, and up to two older ones, so that
+    values skip over layers and cross many boundaries.
     """
     rng = random.Random(draw(st.integers(0, 2**32)))
     g = GraphBuilder()
@@ -87,11 +87,13 @@ def random_decoders(draw: st.DrawFn) -> list[GraphNode]:
     def grow(module: str, count: int) -> None:
         for i in range(count):
             name = f"{module.replace('.', '_')}_{i}"
+            side = rng.choice(free)
             if rng.random() < 0.25:
-                free.append(g.compute(f"{name}_free", rng.choice(free), module=module))
+                side = g.compute(f"{name}_free", side, module=module)
+                free.append(side)
             older = rng.sample(made, min(len(made), rng.randint(0, 2)))
             latest = made[-1:] or [ids]
-            made.append(g.compute(name, *latest, *older, rng.choice(free), module=module))
+            made.append(g.compute(name, *latest, *older, side, module=module))
 
     grow("model.embed", draw(st.integers(1, 4)))
     for layer in range(draw(st.integers(1, 6))):
