@@ -1,0 +1,261 @@
+"""The manifest: what a stage needs to run, as plain data between the compiler and the ranks.
+
+The compiler writes one plan a model (JSON); a rank picks its partitions from it. Nothing here
+imports torch or MLIR.
+"""
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from typing import Any
+
+from buddy_pipeline.partition.layers import BlockRole
+
+#: Raised whenever the meaning of a field changes; older plans are then made anew.
+FORMAT_VERSION = 1
+#: Every value's row is padded to this many elements, whatever the target's vectors, so that ranks
+#: with different CPUs agree on what crosses.
+ROW_PAD = 32
+#: Partitions of a slot's KV memory: positions are allocated in blocks of this many.
+KV_BLOCK = 32
+
+
+class StepWord(Enum):
+    """Index of each 8-byte word in the step record that compiled code reads."""
+
+    TOKENS = 0  # tokens in the step
+    ROWS = 1  # tokens whose logits are wanted
+    ROW_INDEX = 2  # address of int64 [ROWS]: which tokens those are
+    POSITIONS = 3  # address of int64 [TOKENS]
+    SLOTS = 4  # address of int64 [TOKENS]
+    TEAM = 5  # threads in the team
+    BARRIER = 6  # address of the barrier's two counters
+    SLOT_BASE = 7  # address of a table of addresses: KV memory of each slot
+    SLOT_CAPACITY = 8  # address of int64: positions that each slot's memory holds
+    SCRATCH = 9  # address of the threads' scratch
+    SCRATCH_STRIDE = 10  # bytes of scratch of one thread
+
+
+@dataclass(frozen=True)
+class Value:
+    """A row of numbers for each token: an activation."""
+
+    name: str
+    elements: int  # meaningful elements of a row
+    dtype: str  # "f32" or "i64"
+
+    @property
+    def stride(self) -> int:
+        """Elements from one row to the next."""
+        return -(-self.elements // ROW_PAD) * ROW_PAD
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes from one row to the next."""
+        return self.stride * (8 if self.dtype == "i64" else 4)
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """One matrix inside a packed parameter: names are alternatives, the first that exists counts."""
+
+    weight: tuple[str, ...]
+    bias: tuple[str, ...]  # empty: no bias
+    rows: int  # outputs
+    columns: int  # inputs
+    transposed: bool  # stored as [inputs, outputs]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A weight as a template wants it.
+
+    `layout` is "panels" (packed `[panel][K][panel width]`, parts one after the other, each padded to
+    whole panels), "panel_bias" (biases of such parts in the same order, padded with zeros), or
+    "plain" (f32, as stored).
+    """
+
+    layout: str
+    parts: tuple[WeightPart, ...]
+    panel: int  # outputs of one panel; 0 for plain
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A small array that the model computes by itself, such as rotary frequencies."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: str  # base64 of little-endian bytes
+
+    def bytes(self) -> bytes:
+        """The array's memory."""
+        return base64.b64decode(self.data)
+
+
+@dataclass(frozen=True)
+class KvLayer:
+    """The KV cache of one attention kernel: elements of one position are
+    `heads · (key + value_stride)`."""
+
+    heads: int
+    key: int
+    value: int
+
+    @property
+    def value_stride(self) -> int:
+        """Elements of one cached value row, padded to whole vectors of any target."""
+        return -(-self.value // 16) * 16
+
+    @property
+    def position_elements(self) -> int:
+        """Elements that one position takes."""
+        return self.heads * (self.key + self.value_stride)
+
+
+@dataclass(frozen=True)
+class Template:
+    """A compiled partition shared by all partitions of one structure.
+
+    `scratch` lists the row bytes of each temporary, `thread_scratch` the bytes one thread needs
+    besides. `objects` are the keys of the object files: its own first, then the kernel libraries.
+    """
+
+    name: str
+    symbol: str
+    objects: tuple[str, ...]
+    scratch: tuple[int, ...]
+    thread_scratch: int
+
+
+@dataclass(frozen=True)
+class PartitionPlan:
+    """One partition: a template and what its arguments are bound to, in argument order:
+    inputs, outputs, parameters, constants, scratch, then the KV offset of each attention."""
+
+    name: str
+    unit: str  # "positions", "prelude", "postlude" or the layer's number
+    template: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    parameters: tuple[Parameter, ...]
+    constants: tuple[str, ...]
+    kv: tuple[KvLayer, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A whole model, planned for one target."""
+
+    key: str
+    made_with: dict[str, str]  # package versions
+    variant: str
+    target: dict[str, Any]
+    layers: int
+    vocab_size: int
+    driver: str  # object key
+    token_input: str
+    position_input: str
+    result: str  # value that holds the logits
+    values: dict[str, Value]
+    constants: dict[str, Constant]
+    templates: dict[str, Template]
+    partitions: tuple[PartitionPlan, ...]
+    parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)  # canonical name: shape
+
+    def for_rank(self, layers: range, role: BlockRole) -> tuple[PartitionPlan, ...]:
+        """The partitions that a rank with these layers and this role runs, in order."""
+        chosen = []
+        for partition in self.partitions:
+            if partition.unit == "positions":
+                wanted = True
+            elif partition.unit == "prelude":
+                wanted = role in (BlockRole.FIRST, BlockRole.SINGLE)
+            elif partition.unit == "postlude":
+                wanted = role in (BlockRole.LAST, BlockRole.SINGLE)
+            else:
+                wanted = int(partition.unit) in layers
+            if wanted:
+                chosen.append(partition)
+        return tuple(chosen)
+
+    def crossing(self, boundary: int) -> tuple[Value, ...]:
+        """The values that pass from the block ending before layer `boundary` to the next one."""
+        order = [p for p in self.partitions if p.unit != "positions"]
+        before = [p for p in order if _position(p.unit, self.layers) < boundary]
+        after = [p for p in order if _position(p.unit, self.layers) >= boundary]
+        read = {name for p in after for name in p.inputs}
+        made = [name for p in before for name in p.outputs]
+        return tuple(self.values[name] for name in dict.fromkeys(made) if name in read)
+
+    def objects(self, partitions: tuple[PartitionPlan, ...]) -> list[str]:
+        """Keys of the object files that these partitions need, each once, the driver first."""
+        keys = [self.driver]
+        for partition in partitions:
+            keys += self.templates[partition.template].objects
+        return list(dict.fromkeys(keys))
+
+    def to_json(self) -> str:
+        """The plan as JSON text."""
+        return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1)
+
+    @staticmethod
+    def from_json(text: str) -> "Plan":
+        """Reads `to_json`'s text; ValueError when it is of another version or malformed."""
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.pop("format", None) != FORMAT_VERSION:
+            raise ValueError("the plan is of another format version")
+        try:
+            return _plan(data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"the plan is malformed: {error!r}") from error
+
+
+def _position(unit: str, layers: int) -> int:
+    """Where a unit stands on the axis of layers."""
+    if unit == "prelude":
+        return -1
+    return layers if unit == "postlude" else int(unit)
+
+
+def _plan(data: Mapping[str, Any]) -> Plan:
+    values = {n: Value(**v) for n, v in data["values"].items()}
+    constants = {
+        n: Constant(c["dtype"], tuple(c["shape"]), c["data"]) for n, c in data["constants"].items()
+    }
+    templates = {
+        n: Template(
+            t["name"], t["symbol"], tuple(t["objects"]), tuple(t["scratch"]), t["thread_scratch"]
+        )
+        for n, t in data["templates"].items()
+    }
+    partitions = tuple(
+        PartitionPlan(
+            name=p["name"],
+            unit=p["unit"],
+            template=p["template"],
+            inputs=tuple(p["inputs"]),
+            outputs=tuple(p["outputs"]),
+            parameters=tuple(_parameter(q) for q in p["parameters"]),
+            constants=tuple(p["constants"]),
+            kv=tuple(KvLayer(**k) for k in p["kv"]),
+        )
+        for p in data["partitions"]
+    )
+    rest = {k: data[k] for k in data if k not in ("values", "constants", "templates", "partitions")}
+    rest["parameters"] = {n: tuple(shape) for n, shape in data["parameters"].items()}
+    return Plan(
+        values=values, constants=constants, templates=templates, partitions=partitions, **rest
+    )
+
+
+def _parameter(data: Mapping[str, Any]) -> Parameter:
+    parts = tuple(
+        WeightPart(
+            tuple(p["weight"]), tuple(p["bias"]), p["rows"], p["columns"], p["transposed"]
+        )
+        for p in data["parts"]
+    )
+    return Parameter(data["layout"], parts, data["panel"])
