@@ -1,1 +1,6 @@
-"""Reading models from disk: Hugging Face directories and GGUF files, trusted only after checks."""
+"""Models on disk, read by tensor name: Hugging Face directories and GGUF files."""
+
+from buddy_pipeline.ranks.checkpoint.checkpoint import Checkpoint, TensorInfo, TokenizerSource
+from buddy_pipeline.ranks.checkpoint.opening import open_checkpoint
+
+__all__ = ["Checkpoint", "TensorInfo", "TokenizerSource", "open_checkpoint"]
