@@ -1,0 +1,180 @@
+"""The command line: options to settings, settings to the commands.
+
+Only what parsing needs is imported here; a command imports the rest when it starts, so that
+`--help` and a wrong option answer at once.
+"""
+
+import sys
+from collections.abc import Sequence
+
+import typer
+
+from buddy_pipeline.launcher import options
+from buddy_pipeline.launcher.console import print_error
+from buddy_pipeline.launcher.default_command import DefaultCommandGroup
+from buddy_pipeline.launcher.settings import (
+    CompileSettings,
+    ModelSettings,
+    RunSettings,
+    VerifySettings,
+)
+from buddy_pipeline.partition.errors import UserError
+
+_USER_ERROR = 2
+_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+
+app = typer.Typer(
+    cls=DefaultCommandGroup,
+    help="Runs a language model over MPI ranks on CPUs; each rank compiles and loads its layers.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.command("run", help="Answers a prompt. This is the default command.")
+def run(
+    *,
+    spec: options.Spec,
+    variant: options.Variant = None,
+    local_model: options.LocalModel = None,
+    prompt: options.Prompt = None,
+    prompt_file: options.PromptFile = None,
+    messages: options.Messages = None,
+    raw: options.Raw = False,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    repeat_penalty: options.RepeatPenalty = 1.0,
+    repeat_last_n: options.RepeatLastN = 64,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    threads: options.Threads = None,
+    split: options.Split = None,
+    cache_dir: options.CacheDir = None,
+    json_file: options.JsonFile = None,
+    top_logits: options.TopLogits = 0,
+    stats: options.Stats = True,
+) -> int:
+    """Generates text on rank 0; the other ranks compute their layers."""
+    from buddy_pipeline.launcher.prompt import PromptSource
+    from buddy_pipeline.ranks.sampling import SamplingOptions
+
+    try:
+        sampling = SamplingOptions(
+            max_tokens=max_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repeat_penalty=repeat_penalty,
+            repeat_last_n=repeat_last_n,
+            seed=seed,
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+        )
+    except UserError as error:  # its message starts with the option's name
+        raise UserError(f"--{error}") from None
+    if top_logits and json_file is None:
+        raise UserError(f"--top-logits {top_logits} has nowhere to go: add --json FILE")
+    settings = RunSettings(
+        model=ModelSettings(spec, variant, local_model),
+        threads=threads,
+        split=_split(split),
+        cache_dir=cache_dir,
+        prompt=PromptSource(prompt, prompt_file, messages, raw),
+        sampling=sampling,
+        top_logits=top_logits,
+        json_path=json_file,
+        stats=stats,
+    )
+    from buddy_pipeline.launcher.running import run_command
+
+    return run_command(settings)
+
+
+@app.command("compile", help="Compiles what one rank needs, so that a run starts at once.")
+def compile_rank(
+    *,
+    spec: options.Spec,
+    rank: options.Rank = 0,
+    world: options.World = 1,
+    variant: options.Variant = None,
+    local_model: options.LocalModel = None,
+    split: options.Split = None,
+    cache_dir: options.CacheDir = None,
+    jobs: options.Jobs = None,
+    target_cpu: options.TargetCpu = None,
+) -> int:
+    """Fills the object cache for one rank."""
+    settings = CompileSettings(
+        model=ModelSettings(spec, variant, local_model),
+        rank=rank,
+        world=world,
+        split=_split(split),
+        jobs=jobs,
+        target_cpu=target_cpu,
+        cache_dir=cache_dir,
+    )
+    from buddy_pipeline.launcher.building import compile_command
+
+    return compile_command(settings)
+
+
+@app.command("verify", help="Checks that a split covers the model's whole graph, in order.")
+def verify(
+    *,
+    spec: options.Spec,
+    world: options.World,
+    variant: options.Variant = None,
+    local_model: options.LocalModel = None,
+    split: options.Split = None,
+    report: options.Report = None,
+) -> int:
+    """Compares the partitions of all ranks with the exported graph."""
+    settings = VerifySettings(
+        model=ModelSettings(spec, variant, local_model),
+        world=world,
+        split=_split(split),
+        report=report,
+    )
+    from buddy_pipeline.launcher.verifying import verify_command
+
+    return verify_command(settings)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line `arguments`, by default this process's, and returns the exit code.
+
+    0 for success, 2 for what the user can mend, with one line on standard error.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        # Without standalone mode the command's result and its errors arrive here.
+        command = typer.main.get_command(app)
+        result = command.main(given or ["--help"], "buddy-pipeline", standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except _WRONG_USAGE as error:
+        message = error.format_message()  # type: ignore[attr-defined]
+    except UserError as error:
+        message = str(error)
+    except typer.Abort:
+        return _INTERRUPTED
+    print_error(message)
+    return _USER_ERROR
+
+
+# typer does not export the base of its errors about options (click's UsageError, which newer
+# versions of typer carry inside), only one that derives from it.
+_WRONG_USAGE: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def _split(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    from buddy_pipeline.partition.layers import parse_split
+
+    return parse_split(text)

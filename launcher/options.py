@@ -1,0 +1,103 @@
+"""The options of the command line, each a type that says its panel in --help, text and value."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from buddy_pipeline.launcher.numbers import number, whole_number
+
+_MODEL, _PROMPT, _SAMPLING = "Model", "Prompt", "Sampling"
+_PIPELINE, _OUTPUT = "Pipeline", "Output"
+
+
+def _option(panel: str, text: str, *names: str, **how: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **how)
+
+
+def _whole(panel: str, text: str, *names: str, metavar: str = "N", least: int | None = None) -> Any:
+    return _option(panel, text, *names, metavar=metavar, parser=whole_number(least))
+
+
+def _number(panel: str, text: str, metavar: str) -> Any:
+    return _option(panel, text, metavar=metavar, parser=number)
+
+
+Spec = Annotated[
+    str,
+    _option(_MODEL, "A shipped spec, such as smollm2-135m, or a JSON file.", metavar="NAME|FILE"),
+]
+Variant = Annotated[
+    str | None, _option(_MODEL, "Number format; overrides the spec's.", metavar="NAME")
+]
+LocalModel = Annotated[
+    Path | None,
+    _option(_MODEL, "Hugging Face directory or .gguf file to take the weights from."),
+]
+
+Prompt = Annotated[str | None, _option(_PROMPT, "The prompt.")]
+PromptFile = Annotated[Path | None, _option(_PROMPT, "Text file with the prompt.")]
+Messages = Annotated[
+    Path | None, _option(_PROMPT, 'JSON file: a list of {"role": ..., "content": ...}.')
+]
+Raw = Annotated[bool, _option(_PROMPT, "Give the prompt as it is, without chat template.", "--raw")]
+
+MaxTokens = Annotated[int, _whole(_SAMPLING, "Most tokens to generate.")]
+Temperature = Annotated[float, _number(_SAMPLING, "0 always takes the best token.", "T")]
+TopK = Annotated[int, _whole(_SAMPLING, "Sample among the K best; 0 for all.", metavar="K")]
+TopP = Annotated[float, _number(_SAMPLING, "Sample among the best that sum to P.", "P")]
+MinP = Annotated[
+    float, _number(_SAMPLING, "Drop tokens below P times the best one's probability.", "P")
+]
+RepeatPenalty = Annotated[float, _number(_SAMPLING, "Penalty on recent tokens; 1 for none.", "P")]
+RepeatLastN = Annotated[int, _whole(_SAMPLING, "How many tokens are recent; -1 for all.")]
+Seed = Annotated[int | None, _whole(_SAMPLING, "Makes sampling repeatable.")]
+Stop = Annotated[
+    list[str] | None,
+    _option(_SAMPLING, "Text to stop before; may be given again.", metavar="TEXT"),
+]
+IgnoreEos = Annotated[
+    bool,
+    _option(
+        _SAMPLING,
+        "Go on after the end of the answer; control tokens are then printed.",
+        "--ignore-eos",
+    ),
+]
+
+Threads = Annotated[
+    int | None,
+    _whole(_PIPELINE, "Threads a rank; default the host's cores over its ranks.", least=1),
+]
+Split = Annotated[
+    str | None,
+    _option(
+        _PIPELINE,
+        "Layers of each rank, rank 0 (the last layers) first; default as even as possible.",
+        metavar="N,N,...",
+    ),
+]
+CacheDir = Annotated[
+    Path | None, _option(_PIPELINE, "Folder of compiled objects; default in the user's cache.")
+]
+Rank = Annotated[int, _whole(_PIPELINE, "The rank to compile for.", least=0)]
+World = Annotated[int, _whole(_PIPELINE, "How many ranks there are.", least=1)]
+Jobs = Annotated[
+    int | None,
+    _whole(_PIPELINE, "Compilers at a time; default one a core.", "-j", "--jobs", least=1),
+]
+TargetCpu = Annotated[
+    str | None,
+    _option(_PIPELINE, "LLVM's name of the CPU; default this machine's.", metavar="CPU"),
+]
+
+JsonFile = Annotated[
+    Path | None, _option(_OUTPUT, "Write ids, text and statistics to this file.", "--json")
+]
+TopLogits = Annotated[
+    int, _whole(_OUTPUT, "Put the K best logits after the prompt in it.", metavar="K", least=0)
+]
+Stats = Annotated[bool, _option(_OUTPUT, "Statistics on standard error.", "--stats/--no-stats")]
+Report = Annotated[
+    Path | None, _option(_OUTPUT, "File for the JSON report; default standard output.")
+]

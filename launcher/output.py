@@ -1,0 +1,112 @@
+"""What a run leaves behind: text as it comes, a line of statistics, a JSON file."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TextIO
+
+from buddy_pipeline.launcher.generate import FinishReason
+from buddy_pipeline.partition.errors import UserError
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """How fast a run was; rates are tokens per second."""
+
+    prompt_tokens: int
+    prompt_tokens_per_s: float
+    """Over the time to the first token."""
+    generation_tokens: int
+    generation_tokens_per_s: float | None
+    """Over the time after the first token; None when there is no second."""
+    time_to_first_token_s: float
+    peak_memory_bytes: list[int]
+    """Most resident memory of each rank's process, by rank."""
+
+    def line(self) -> str:
+        """All of it for people, in one line."""
+        rate = self.generation_tokens_per_s
+        memory = ", ".join(f"{size / 1e6:,.0f}" for size in self.peak_memory_bytes)
+        return (
+            f"prompt {self.prompt_tokens} tokens, {self.prompt_tokens_per_s:.1f} tokens/s"
+            f" | generation {self.generation_tokens} tokens,"
+            f" {'-' if rate is None else f'{rate:.1f}'} tokens/s"
+            f" | first token after {self.time_to_first_token_s:.3f} s"
+            f" | peak memory by rank {memory} MB"
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished generation."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: FinishReason
+    stats: Statistics
+    top_logits: Sequence[tuple[int, float]]
+    """The best tokens after the prompt with their logits; empty when not asked for."""
+
+
+class TextStream:
+    """Writes pieces of text to a terminal or pipe as they come."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        reconfigure = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            # A terminal without Unicode shows "?" for what it lacks instead of ending the run.
+            reconfigure(errors="replace")
+
+    def write(self, text: str) -> None:
+        """Writes and flushes a piece, if there is anything in it."""
+        if text:
+            self._stream.write(text)
+            self._stream.flush()
+
+    def finish(self) -> None:
+        """Ends the line, so that whatever is printed next begins its own."""
+        self.write("\n")
+
+
+def check_writable(path: Path) -> None:
+    """Raises UserError if `write_json` could not write there, before any time is spent."""
+    folder = path.parent
+    if path.is_dir() or not folder.is_dir():
+        raise UserError(f"--json {path} cannot be written: give a file in a folder that exists")
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--json {path} cannot be written: {folder} is read-only")
+
+
+def write_json(path: Path, result: Result) -> None:
+    """Writes the result atomically: readers see the old file or the whole new one."""
+    content = asdict(result)
+    if result.top_logits:
+        content["top_logits"] = [[id, logit] for id, logit in result.top_logits]
+    else:
+        del content["top_logits"]
+    try:
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written: {error.strerror}") from None
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, ensure_ascii=False, indent=1)
+            file.write("\n")
+        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes it private
+        os.replace(name, path)
+    except OSError as error:
+        os.unlink(name)
+        raise UserError(f"--json {path} cannot be written: {error.strerror}") from None
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask

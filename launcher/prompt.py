@@ -1,0 +1,85 @@
+"""The prompt as the user gave it, and the token ids it becomes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from buddy_pipeline.partition.errors import UserError
+
+if TYPE_CHECKING:
+    from buddy_pipeline.launcher.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class PromptSource:
+    """Exactly one of `text`, `file` and `messages`; UserError otherwise."""
+
+    text: str | None = None
+    file: Path | None = None
+    """A UTF-8 text file."""
+    messages: Path | None = None
+    """A JSON file, see `chat.read_messages`."""
+    raw: bool = False
+    """The text is the prompt itself, without the model's chat template."""
+
+    def __post_init__(self) -> None:
+        given = [
+            option
+            for option, value in (
+                ("--prompt", self.text),
+                ("--prompt-file", self.file),
+                ("--messages", self.messages),
+            )
+            if value is not None
+        ]
+        if not given:
+            raise UserError("there is no prompt: give --prompt, --prompt-file or --messages")
+        if len(given) > 1:
+            raise UserError(f"{' and '.join(given)} exclude each other: give one of them")
+        if self.raw and self.messages is not None:
+            raise UserError("--raw and --messages exclude each other: messages need the template")
+
+
+def encode_prompt(source: PromptSource, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of the prompt: the text itself with `raw`, else the chat template's.
+
+    Raises UserError for a file that cannot be read, an empty prompt, a model without a chat
+    template, and a template that refuses the messages.
+    """
+    # Jinja takes longer to import than a raw prompt to encode.
+    from buddy_pipeline.launcher.chat import Message, read_messages, render_chat
+
+    messages: list[Message]
+    if source.messages is not None:
+        messages = read_messages(source.messages)
+    else:
+        text = _read_text(source)
+        if not text:
+            raise UserError("the prompt is empty: give some text")
+        if source.raw:
+            return tokenizer.encode(text)
+        messages = [{"role": "user", "content": text}]
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the model has no chat template: pass --raw to give it the prompt as it is"
+            if source.messages is None
+            else "the model has no chat template for --messages: use --prompt with --raw"
+        )
+    text = render_chat(tokenizer.chat_template, messages, tokenizer.special_tokens)
+    return tokenizer.encode(text, add_special=False)
+
+
+def _read_text(source: PromptSource) -> str:
+    if source.file is None:
+        assert source.text is not None  # one of the three is there
+        return source.text
+    try:
+        text = source.file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--prompt-file {source.file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"--prompt-file {source.file} is not UTF-8 text: convert it") from None
+    # Editors end a file with a newline that nobody means to ask the model about.
+    return text.removesuffix("\n")

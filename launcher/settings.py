@@ -1,0 +1,67 @@
+"""What the command line asks for, as data, one class a command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from buddy_pipeline.launcher.prompt import PromptSource
+    from buddy_pipeline.ranks.sampling import SamplingOptions
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which model, in which variant, from where."""
+
+    spec: str
+    """A shipped spec's name or the path of a JSON file."""
+    variant: str | None
+    """Overrides the spec's."""
+    local_model: Path | None
+    """Overrides where the spec's weights come from."""
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """`buddy-pipeline run`."""
+
+    model: ModelSettings
+    threads: int | None
+    """Threads a rank; None divides the cores of each host among its ranks."""
+    split: tuple[int, ...] | None
+    """Layers a rank, rank 0 first; None deals them out evenly."""
+    cache_dir: Path | None
+    """Where compiled objects are kept; None is a folder in the user's cache."""
+    prompt: PromptSource
+    sampling: SamplingOptions
+    top_logits: int
+    json_path: Path | None
+    stats: bool
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """`buddy-pipeline compile`: the objects of one rank."""
+
+    model: ModelSettings
+    rank: int
+    world: int
+    split: tuple[int, ...] | None
+    jobs: int | None
+    """Compiler processes at a time; None is one a core."""
+    target_cpu: str | None
+    """LLVM's name of the CPU to compile for; None is this machine's."""
+    cache_dir: Path | None
+
+
+@dataclass(frozen=True)
+class VerifySettings:
+    """`buddy-pipeline verify`: the structural check of a split."""
+
+    model: ModelSettings
+    world: int
+    split: tuple[int, ...] | None
+    report: Path | None
+    """Where the JSON report goes; None is standard output."""
