@@ -12,6 +12,7 @@ from types import FrameType
 from typing import NoReturn
 
 import numpy as np
+
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.waiting import IDLE
 from buddy_pipeline.ranks.world import World, detect_launcher
@@ -31,7 +32,7 @@ _REPORT_BYTES = 4096
 
 
 class CollectiveExit(SystemExit):
-    """The end of this process at a place where every other rank ends too."""
+    """The end of this process at a place where no other rank waits for it."""
 
 
 def agree(world: World, error: str | None) -> None:
@@ -53,14 +54,18 @@ def agree(world: World, error: str | None) -> None:
 
 
 def exit_alone(error: UserError) -> NoReturn:
-    """End a process that could not join the world; one rank of each host prints why."""
+    """End a process that nobody waits for; one rank of each host prints why, exit code 2.
+
+    For a process that could not join the world, and for rank 0 once `Engine.close` has sent the
+    others home.
+    """
     try:
         launcher = detect_launcher()
     except UserError:
         launcher = None
     if launcher is None or not launcher.local_rank:
         _print(str(error))
-    raise SystemExit(USER_ERROR)
+    raise CollectiveExit(USER_ERROR)
 
 
 @contextmanager
@@ -69,15 +74,14 @@ def guarded(world: World) -> Iterator[None]:
 
     Without this an exception would leave Python through MPI_Finalize, which waits for the other
     ranks, while these wait for a message. SIGTERM and SIGINT become a SystemExit on the main
-    thread, so that `finally` clauses run; a second one kills at once.
+    thread, so that `finally` clauses run; a second one kills at once. An exit with code 0 is taken
+    for the regular end, at which all ranks meet.
     """
     previous = {each: signal.signal(each, _on_signal) for each in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
-    except CollectiveExit:
-        raise
     except SystemExit as leaving:
-        if world.comm is None:
+        if isinstance(leaving, CollectiveExit) or _exit_code(leaving) == 0:
             raise
         _abort(world, _exit_code(leaving))
     except BaseException as error:
@@ -90,8 +94,9 @@ def guarded(world: World) -> Iterator[None]:
 def fatal(world: World, error: BaseException) -> NoReturn:
     """Print one line about an error that only this rank has, and end the job on all ranks.
 
-    The exit code is 2 for a UserError and 1 otherwise; with a world of one it is raised as a
-    SystemExit, else MPI_Abort ends this process without returning.
+    The exit code is 2 for a UserError and 1 otherwise. A world of one raises it as a SystemExit;
+    else MPI_Abort ends this process without returning, and what mpirun makes of the code is its
+    own affair, except that it is not 0 (MPICH's often has 9, for the ranks that it killed).
     """
     text = " ".join(str(error).split())
     if not isinstance(error, UserError):
@@ -111,6 +116,8 @@ def _abort(world: World, code: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # a reader that has gone, a stream that is closed
                 stream.flush()
+        # The library would add a line of its own for every rank that aborts.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         world.comm.Abort(code)
     raise SystemExit(code)
 

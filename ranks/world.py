@@ -80,7 +80,7 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
     mpi = _load_mpi(launcher)
     comm = mpi.COMM_WORLD
     if launcher.size is not None and comm.Get_size() != launcher.size:
-        library = mpi.Get_library_version().split("\n")[0].strip(" \t\0")
+        library = " ".join(mpi.Get_library_version().split("\n")[0].split())
         raise UserError(
             f"the launcher started {launcher.size} ranks but mpi4py's MPI ({library}) sees "
             f"{comm.Get_size()}: start with the mpirun of that MPI{_own_mpirun()}, "
@@ -104,8 +104,6 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
 
 def _load_mpi(launcher: Launcher) -> Any:
     started = "several ranks" if launcher.size is None else f"{launcher.size} ranks"
-    # MPICH would add a line of its own to the message with which a failing rank ends the job.
-    os.environ.setdefault("MPIR_CVAR_SUPPRESS_ABORT_MESSAGE", "1")
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
