@@ -14,7 +14,6 @@ from buddy_pipeline.launcher.console import print_error
 from buddy_pipeline.launcher.default_command import DefaultCommandGroup
 from buddy_pipeline.launcher.settings import (
     CompileSettings,
-    ModelSettings,
     RunSettings,
     VerifySettings,
 )
@@ -81,7 +80,9 @@ def run(
     if top_logits and json_file is None:
         raise UserError(f"--top-logits {top_logits} has nowhere to go: add --json FILE")
     settings = RunSettings(
-        model=ModelSettings(spec, variant, local_model),
+        spec=spec,
+        variant=variant,
+        local_model=local_model,
         threads=threads,
         split=_split(split),
         cache_dir=cache_dir,
@@ -111,7 +112,9 @@ def compile_rank(
 ) -> int:
     """Fills the object cache for one rank."""
     settings = CompileSettings(
-        model=ModelSettings(spec, variant, local_model),
+        spec=spec,
+        variant=variant,
+        local_model=local_model,
         rank=rank,
         world=world,
         split=_split(split),
@@ -136,7 +139,9 @@ def verify(
 ) -> int:
     """Compares the partitions of all ranks with the exported graph."""
     settings = VerifySettings(
-        model=ModelSettings(spec, variant, local_model),
+        spec=spec,
+        variant=variant,
+        local_model=local_model,
         world=world,
         split=_split(split),
         report=report,

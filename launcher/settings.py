@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from buddy_pipeline.ranks.sampling import SamplingOptions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """Which model, in which variant, from where."""
 
@@ -23,11 +23,10 @@ class ModelSettings:
     """Overrides where the spec's weights come from."""
 
 
-@dataclass(frozen=True)
-class RunSettings:
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(ModelSettings):
     """`buddy-pipeline run`."""
 
-    model: ModelSettings
     threads: int | None
     """Threads a rank; None divides the cores of each host among its ranks."""
     split: tuple[int, ...] | None
@@ -41,11 +40,10 @@ class RunSettings:
     stats: bool
 
 
-@dataclass(frozen=True)
-class CompileSettings:
+@dataclass(frozen=True, kw_only=True)
+class CompileSettings(ModelSettings):
     """`buddy-pipeline compile`: the objects of one rank."""
 
-    model: ModelSettings
     rank: int
     world: int
     split: tuple[int, ...] | None
@@ -56,11 +54,10 @@ class CompileSettings:
     cache_dir: Path | None
 
 
-@dataclass(frozen=True)
-class VerifySettings:
+@dataclass(frozen=True, kw_only=True)
+class VerifySettings(ModelSettings):
     """`buddy-pipeline verify`: the structural check of a split."""
 
-    model: ModelSettings
     world: int
     split: tuple[int, ...] | None
     report: Path | None

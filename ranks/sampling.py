@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from buddy_pipeline.partition.errors import UserError
 
 Sampler = Callable[[np.ndarray, Sequence[int]], int]

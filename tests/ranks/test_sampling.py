@@ -1,7 +1,13 @@
 """Sampling: each filter's rule, the order of the chain, and that a seed fixes the outcome."""
 
+from typing import Any
+
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.sampling import (
     Candidates,
@@ -13,9 +19,6 @@ from buddy_pipeline.ranks.sampling import (
     top_k,
     top_p,
 )
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra.numpy import arrays
 
 VOCAB = 12
 
@@ -153,7 +156,7 @@ def test_samples_follow_the_probabilities() -> None:
         ("seed", -1),
     ],
 )
-def test_a_value_out_of_range_names_the_option_and_the_value(field: str, value: float) -> None:
+def test_a_value_out_of_range_names_the_option_and_the_value(field: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"^{field.replace('_', '-')} is {value}: it must be"):
         SamplingOptions(**{field: value})
 
