@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,7 +106,10 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
 def _load_mpi(launcher: Launcher) -> Any:
     started = "several ranks" if launcher.size is None else f"{launcher.size} ranks"
     try:
-        from mpi4py import MPI
+        with warnings.catch_warnings():
+            # mpi4py's word on an MPI that is not the launcher's; join_world has a better one.
+            warnings.filterwarnings("ignore", "suspicious MPI execution environment")
+            from mpi4py import MPI
     except ModuleNotFoundError as error:
         raise UserError(
             f"the launcher started {started} but the Python package {error.name} is missing: "

@@ -1,0 +1,93 @@
+"""Starts a program on several ranks with the mpirun beside this Python, and always ends it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MPIRUN = Path(sys.executable).parent / "mpirun"
+TIMEOUT_S = 10.0
+"""A job that fails must have ended by then."""
+
+needs_mpi = pytest.mark.skipif(
+    not MPIRUN.exists() or find_spec("mpi4py") is None,
+    reason="needs mpi4py and an mpirun beside this Python: pip install 'buddy-pipeline[mpi]'",
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """What is left of a job."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+def mpirun(
+    ranks: int,
+    script: str,
+    *arguments: object,
+    interrupt: tuple[str, int] | None = None,
+    timeout: float = TIMEOUT_S,
+) -> Ended:
+    """Run `tests/mpi/SCRIPT` on `ranks` ranks; the test fails if the job outlives `timeout`.
+
+    interrupt: (text, signal number): once the text is on stdout, send the signal to mpirun; the
+    timeout then counts from there.
+    """
+    job = subprocess.Popen(
+        [MPIRUN, "-n", str(ranks), sys.executable, ROOT / "tests/mpi" / script]
+        + [str(argument) for argument in arguments],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        seen = ""
+        if interrupt is not None:
+            text, number = interrupt
+            assert job.stdout is not None
+            while text not in seen:
+                line = job.stdout.readline()
+                assert line, f"the job ended before it printed {text!r}"
+                seen += line
+            job.send_signal(number)
+        stdout, stderr = job.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"the job did not end within {timeout} s")
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    return Ended(job.returncode, seen + stdout, stderr)
+
+
+def gone(pid: int) -> bool:
+    """True if there is no such process."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    """Wait up to TIMEOUT_S for a condition."""
+    end = time.monotonic() + TIMEOUT_S
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return condition()

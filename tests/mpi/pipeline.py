@@ -1,0 +1,167 @@
+"""The program that tests start on every rank: a pipeline of fake stages, with a fault on request.
+
+    pipeline.py [FAULT [RANK]]
+
+Rank 0 prints a JSON object with what the pipeline computed. FAULT is one of the functions below
+that take a rank's `Faulty` stage, or a fault in preparation; RANK is where it happens ("all" for
+all).
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.engine import Engine
+from buddy_pipeline.ranks.faults import CollectiveExit, agree, exit_alone, guarded
+from buddy_pipeline.ranks.messages import Step
+from buddy_pipeline.ranks.serve import serve
+from buddy_pipeline.ranks.transport import Loopback, Transport
+from buddy_pipeline.ranks.world import World, join_world
+from tests.mpi.fake_stage import BOUNDS, MAX_ROWS, FakeStage
+
+FAULT_STEP = 3
+PROMPT = np.arange(37, dtype=np.int64) * 5 % BOUNDS.vocab
+
+
+class Faulty(FakeStage):
+    """A stage that has its fault in step FAULT_STEP, or in no step."""
+
+    def __init__(self, world: World, transport: Transport | Loopback, fault: str) -> None:
+        super().__init__(world.rank, world.world)
+        self.world = world
+        self.transport = transport
+        self.fault = fault
+
+    def run(self, step: Step, inputs: int, outputs: int) -> None:
+        if len(self.steps) == FAULT_STEP and self.fault:
+            FAULTS[self.fault](self, step)
+        super().run(step, inputs, outputs)
+
+
+def raises(stage: Faulty, step: Step) -> None:
+    raise RuntimeError("the kernel\nfell over")
+
+
+def user_error(stage: Faulty, step: Step) -> None:
+    raise UserError("file w.gguf was cut short: copy it again")
+
+
+def declines(stage: Faulty, step: Step) -> None:
+    raise UserError("stop string is empty: leave it out")
+
+
+def killed(stage: Faulty, step: Step) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminated(stage: Faulty, step: Step) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def hangs(stage: Faulty, step: Step) -> None:
+    print("hanging", os.getpid(), flush=True)
+    time.sleep(60)
+
+
+def sends_noise(stage: Faulty, step: Step) -> None:
+    send_bytes(stage, bytes(range(200)))
+
+
+def sends_too_much(stage: Faulty, step: Step) -> None:
+    send_bytes(stage, bytes(100_000))
+
+
+def repeats_a_step(stage: Faulty, step: Step) -> None:
+    assert isinstance(stage.transport, Transport)
+    message = stage.transport.carry_on(step)
+    message.payload[:] = 0
+    send_bytes(stage, message.message.tobytes())
+
+
+def send_bytes(stage: Faulty, message: bytes) -> None:
+    """Send to the next rank what the transport would never send, where it expects a step."""
+    world = stage.world
+    world.comm.Send(message, (world.rank - 1) % world.world, 1)
+
+
+FAULTS = {
+    each.__name__: each
+    for each in (
+        raises,
+        user_error,
+        declines,
+        killed,
+        terminated,
+        hangs,
+        sends_noise,
+        sends_too_much,
+        repeats_a_step,
+    )
+}
+
+
+def prepare(world: World, fault: str) -> None:
+    """Agree on the result of a preparation that may have failed."""
+    problem = {
+        "not_ready": "model m does not exist: give its path",
+        "not_ready_each": f"rank {world.rank} has no weights",
+    }
+    agree(world, problem.get(fault))
+
+
+def transport_of(world: World) -> Transport | Loopback:
+    shape = FakeStage(world.rank, world.world)
+    if world.comm is None:
+        return Loopback(shape.max_tokens, MAX_ROWS)
+    return Transport(
+        world, shape.max_tokens, MAX_ROWS, shape.input_bytes, shape.output_bytes, BOUNDS
+    )
+
+
+def generate(engine: Engine) -> dict[str, object]:
+    """Prefill two slots and decode in turns; logits as bits, so that equal means identical."""
+    logits = [engine.prefill(0, PROMPT).copy(), engine.prefill(1, PROMPT[:5]).copy()]
+    for step in range(4):
+        logits.append(engine.decode(0, step, len(PROMPT) + step).copy())
+        logits.append(engine.decode(1, 2 * step, 5 + step).copy())
+    logits.append(engine.prefill(1, PROMPT[:9], start=9).copy())
+    return {
+        "logits": np.stack(logits).view(np.int32).tolist(),
+        "peak_memory": engine.peak_memory(),
+    }
+
+
+def main(fault: str = "", where: str = "all") -> None:
+    world = join_world()
+    with guarded(world):
+        here = fault if where in ("all", str(world.rank)) else ""
+        prepare(world, here)
+        transport = transport_of(world)
+        stage = Faulty(world, transport, here if here in FAULTS else "")
+        if world.rank != 0:
+            assert isinstance(transport, Transport)
+            serve(stage, transport)
+            return
+        engine = Engine(stage, transport, BOUNDS)
+        try:
+            result = generate(engine)
+        except UserError as error:
+            if here != "declines":
+                raise
+            engine.close()  # with the later steps of the prefill still on their way
+            exit_alone(error)
+        engine.close()
+        print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except CollectiveExit as leaving:
+        # As the launcher does: after the guard, with every rank on its way out.
+        sys.exit(leaving.code)

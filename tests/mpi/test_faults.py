@@ -1,0 +1,106 @@
+"""Whatever goes wrong on whichever rank: one message, a non-zero exit, and no rank left behind."""
+
+import re
+import signal
+
+import pytest
+
+from tests.mpi.job import Ended, eventually, gone, mpirun, needs_mpi
+
+pytestmark = [pytest.mark.mpi, needs_mpi]
+
+WORLD = 3
+EVERY_RANK = range(WORLD)
+
+
+def fail(fault: str, where: object) -> Ended:
+    """The end of a job with a fault; checks what holds for all of them."""
+    ended = mpirun(WORLD, "pipeline.py", fault, where)
+    assert ended.code != 0
+    assert "Traceback" not in ended.stderr
+    assert "logits" not in ended.stdout
+    return ended
+
+
+def messages(ended: Ended) -> list[str]:
+    """Our lines on stderr; mpirun adds its own when ranks were killed."""
+    return re.findall(r"^buddy-pipeline: (.*)$", ended.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("rank", EVERY_RANK)
+def test_an_exception_is_one_line_with_its_rank(rank: int) -> None:
+    (line,) = messages(fail("raises", rank))
+    assert re.fullmatch(rf"rank {rank} of 3 on \S+: RuntimeError: the kernel fell over", line)
+
+
+@pytest.mark.parametrize("rank", EVERY_RANK)
+def test_a_killed_rank_takes_the_others_with_it(rank: int) -> None:
+    assert messages(fail("killed", rank)) == []
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_terminated_rank_ends_the_job_in_silence(rank: int) -> None:
+    assert messages(fail("terminated", rank)) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_job_leaves_no_rank_behind(number: signal.Signals) -> None:
+    ended = mpirun(WORLD, "pipeline.py", "hangs", 1, interrupt=("hanging", number))
+    assert ended.code != 0
+    assert messages(ended) == []
+    assert "Traceback" not in ended.stderr
+    (pid,) = re.findall(r"hanging (\d+)", ended.stdout)
+    assert eventually(lambda: gone(int(pid)))
+
+
+def test_ranks_of_a_killed_mpirun_end_too() -> None:
+    ended = mpirun(WORLD, "pipeline.py", "hangs", 1, interrupt=("hanging", signal.SIGKILL))
+    (pid,) = re.findall(r"hanging (\d+)", ended.stdout)
+    assert eventually(lambda: gone(int(pid)))
+
+
+@pytest.mark.parametrize("rank", EVERY_RANK)
+def test_one_rank_that_is_not_ready_is_named(rank: int) -> None:
+    ended = fail("not_ready", rank)
+    assert ended.code == 2
+    line = f"buddy-pipeline: rank {rank}: model m does not exist: give its path\n"
+    assert ended.stderr == line
+
+
+def test_what_all_ranks_lack_is_said_once() -> None:
+    ended = fail("not_ready", "all")
+    assert ended.code == 2
+    assert ended.stderr == "buddy-pipeline: model m does not exist: give its path\n"
+
+
+def test_different_lacks_are_all_said() -> None:
+    ended = fail("not_ready_each", "all")
+    assert ended.code == 2
+    assert messages(ended) == [f"rank {rank}: rank {rank} has no weights" for rank in EVERY_RANK]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_user_error_amid_the_work_is_one_line(rank: int) -> None:
+    (line,) = messages(fail("user_error", rank))
+    assert re.fullmatch(
+        rf"rank {rank} of 3 on \S+: file w\.gguf was cut short: copy it again", line
+    )
+
+
+def test_rank_0_can_send_the_others_home_amid_a_prefill() -> None:
+    ended = fail("declines", 0)
+    assert ended.code == 2
+    assert ended.stderr == "buddy-pipeline: stop string is empty: leave it out\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "complaint"),
+    [
+        ("sends_noise", r"from rank 2: message starts with .*"),
+        ("sends_too_much", r"message from rank 2 is longer than \d+ bytes, .*"),
+        ("repeats_a_step", r"from rank 2: message 3, expected 4"),
+    ],
+)
+def test_a_malformed_message_is_refused(fault: str, complaint: str) -> None:
+    lines = messages(fail(fault, 2))
+    assert any(re.fullmatch(rf"rank 1 of 3 on \S+: ProtocolError: {complaint}", x) for x in lines)
