@@ -11,8 +11,8 @@ class StopTexts:
     def push(self, text: str) -> tuple[str, bool]:
         """The text that is certain now, and whether a stop text has been found right behind it.
 
-        Of several that this text completes, the one that begins first counts. Cost per call: the length of `text`
-        plus the longest stop text.
+        Of several that this text completes, the one that begins first counts. Cost per call: the
+        length of `text` plus the longest stop text.
         """
         text = self._held + text
         found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
