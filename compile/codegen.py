@@ -20,8 +20,11 @@ def target_machine(target: Target) -> llvm.TargetMachine:
     )
 
 
-def compile_object(ir_texts: list[str], target: Target) -> tuple[bytes, str]:
-    """Links LLVM IR modules, optimises them and returns (object file, assembly text)."""
+def compile_object(ir_texts: list[str], symbol: str, target: Target) -> bytes:
+    """Links LLVM IR modules, optimises them and returns an object file.
+
+    Only `symbol` (and what starts with it) stays visible outside the object.
+    """
     machine = target_machine(target)
     module = llvm.parse_assembly(ir_texts[0])
     for text in ir_texts[1:]:
@@ -29,13 +32,16 @@ def compile_object(ir_texts: list[str], target: Target) -> tuple[bytes, str]:
     module.triple = target.triple
     module.data_layout = str(machine.target_data)
     for function in module.functions:
+        if function.is_declaration:
+            continue
+        if not function.name.startswith(symbol):
+            function.linkage = "internal"
         # Every function is a loop nest of its own: inlining would only multiply code and time.
-        if not function.is_declaration:
-            function.add_function_attribute("noinline")
+        function.add_function_attribute("noinline")
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = True
     options.slp_vectorization = True
     builder = llvm.create_pass_builder(machine, options)
     builder.getModulePassManager().run(module, builder)
     module.verify()
-    return machine.emit_object(module), machine.emit_assembly(module)
+    return machine.emit_object(module)

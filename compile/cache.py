@@ -1,0 +1,123 @@
+"""The cache on disk: plans, MLIR sources and objects, found by content keys.
+
+    plans/KEY.json       the plan of a model for a target
+    sources/KEY/         the MLIR of one object, readable, kept for reports and recompilation
+    objects/KEY.bpo      a checksum and an object file
+    locks/KEY            who builds it now
+
+Files appear whole (written beside, then renamed); an object whose checksum fails counts as missing.
+Several processes may use one cache at once: whoever holds a key's lock builds, the others wait.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from buddy_pipeline.partition.errors import UserError
+
+_MAGIC = b"buddy-pipeline object 1\n"
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder (XDG), in a folder of our own."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "buddy-pipeline"
+
+
+@dataclass(frozen=True)
+class Cache:
+    """One cache folder."""
+
+    root: Path
+
+    @staticmethod
+    def open(root: Path | None) -> "Cache":
+        """The cache at `root` (default: the user's), created if need be; UserError if it cannot
+        be written."""
+        cache = Cache((root or default_cache_dir()).expanduser().absolute())
+        try:
+            for folder in ("plans", "sources", "objects", "locks"):
+                (cache.root / folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"cache folder '{cache.root}' cannot be used: {error.strerror}; "
+                "give another one with --cache-dir"
+            ) from error
+        return cache
+
+    def plan_path(self, key: str) -> Path:
+        """Where a plan lies."""
+        return self.root / "plans" / f"{key}.json"
+
+    def source_folder(self, key: str) -> Path:
+        """Where an object's MLIR lies."""
+        return self.root / "sources" / key
+
+    def object_path(self, key: str) -> Path:
+        """Where an object lies."""
+        return self.root / "objects" / f"{key}.bpo"
+
+    def read_plan(self, key: str) -> str | None:
+        """A plan's text, or None."""
+        try:
+            return self.plan_path(key).read_text()
+        except (FileNotFoundError, UnicodeDecodeError):
+            return None
+
+    def read_object(self, key: str) -> bytes | None:
+        """An object file's bytes; None if it is missing, cut short or altered."""
+        try:
+            data = self.object_path(key).read_bytes()
+        except FileNotFoundError:
+            return None
+        start = len(_MAGIC) + 32
+        if not data.startswith(_MAGIC) or len(data) <= start:
+            return None
+        payload = data[start:]
+        whole = hashlib.sha256(payload).digest() == data[len(_MAGIC) : start]
+        return payload if whole else None
+
+    def write_object(self, key: str, payload: bytes) -> None:
+        """Stores an object file under its key."""
+        checksum = hashlib.sha256(payload).digest()
+        write_atomically(self.object_path(key), _MAGIC + checksum + payload)
+
+    @contextlib.contextmanager
+    def lock(self, key: str) -> Iterator[None]:
+        """Held while a key is built; waits for another process that builds it.
+
+        Waiting polls, so that a rank that only waits can be interrupted and leaves the core alone.
+        The operating system releases the lock of a process that dies.
+        """
+        with open(self.root / "locks" / key, "w") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.05)
+            try:
+                yield
+            finally:
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes a file so that readers see all of it or nothing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

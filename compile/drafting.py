@@ -1,0 +1,344 @@
+"""Drafting: a partition's fragments placed on an args table, with temporaries shared by lifetime."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch.fx import Node
+
+from buddy_pipeline.compile import export
+from buddy_pipeline.compile.export import ExportedModel
+from buddy_pipeline.compile.islands import Island, cut_free, signature
+from buddy_pipeline.compile.kernels.attention import AttentionShape
+from buddy_pipeline.compile.manifest import ROW_PAD, KvLayer, Parameter, Value, WeightPart
+from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.templates import (
+    Attention,
+    Draft,
+    Embedding,
+    Gather,
+    IslandCall,
+    Item,
+    Linear,
+    Row,
+)
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.partition.fragments import Fragment, cut, resolve
+from buddy_pipeline.partition.graph import GraphNode, NodeKind, Partition
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """A draft and what this partition binds to it."""
+
+    draft: Draft
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: tuple[str, ...]
+    islands: tuple[Island, ...]
+
+
+class Drafter:
+    """Drafts the partitions of one model for one target."""
+
+    def __init__(self, model: ExportedModel, table: Mapping[str, GraphNode], target: Target) -> None:
+        self.model = model
+        self.table = table
+        self.target = target
+        self._readers: dict[str, set[str]] = {}
+        for node in model.nodes:
+            if node.kind is NodeKind.VIEW:
+                continue
+            for source in node.inputs:
+                self._readers.setdefault(resolve(source, table), set()).add(node.name)
+
+    def value(self, name: str) -> Value:
+        """A value's row; UserError for a type that no kernel or island handles."""
+        tensor = self.model.fx[name].meta["val"]
+        dtypes = {torch.float32: "f32", torch.int64: "i64"}
+        if tensor.dtype not in dtypes:
+            node = self.table[name]
+            raise UserError(
+                f"node {name} of module '{node.module}' passes {tensor.dtype} between kernels; "
+                "only float32 and int64 can"
+            )
+        return Value(name, int(tensor.numel()), dtypes[tensor.dtype])
+
+    def draft(self, partition: Partition) -> Drafted:
+        """Places one partition."""
+        return _Placing(self, partition).run()
+
+    def readers(self, name: str) -> set[str]:
+        """The nodes that read a value, through views."""
+        return self._readers.get(name, set())
+
+
+class _Placing:
+    """The state of drafting one partition."""
+
+    def __init__(self, drafter: Drafter, partition: Partition) -> None:
+        self.drafter = drafter
+        self.table = drafter.table
+        self.fx = drafter.model.fx
+        self.panel = drafter.target.panel
+        self.partition = partition
+        inside = set(partition.nodes)
+        self.inputs = self._base_names(n for n in partition.inputs)
+        made = [resolve(n, self.table) for n in partition.nodes]
+        self.outputs = self._base_names(
+            n for n in made if n in inside and drafter.readers(n) - inside
+        )
+        self.fragments = list(self._fragments())
+        self.parameters: list[Parameter] = []
+        self.constants: list[str] = []
+        self.islands: list[Island] = []
+        self._collect()
+        self.rows: dict[str, Row] = {}
+        self.draft = Draft()
+        self.free: list[int] = []  # scratch indices free for reuse
+
+    def _base_names(self, names) -> tuple[str, ...]:  # type: ignore[no-untyped-def]
+        return tuple(dict.fromkeys(resolve(n, self.table) for n in names))
+
+    def _fragments(self):  # type: ignore[no-untyped-def]
+        """The fragments, with linears whose result leaves the partition on their own: they write
+        to the output directly."""
+        for fragment in cut(self.partition, self.table):
+            leaving = [n for n in fragment.nodes if n in self.outputs]
+            if fragment.is_kernel and len(fragment.nodes) > 1 and leaving:
+                for name in leaving:
+                    yield Fragment(True, (name,))
+                rest = tuple(n for n in fragment.nodes if n not in leaving)
+                if rest:
+                    yield Fragment(True, rest)
+            else:
+                yield fragment
+
+    # Words of the args table: inputs, outputs, parameters, constants, scratch, KV offsets. Their
+    # numbers are known only when all have been collected, so parameters come first.
+
+    def _collect(self) -> None:
+        for fragment in self.fragments:
+            if fragment.is_kernel:
+                self.parameters += self._kernel_parameters(fragment)
+                continue
+            used = {n for n in fragment.nodes if self.drafter.readers(n) - set(fragment.nodes)}
+            island = cut_free(fragment, self.table, used)
+            self.islands.append(island)
+            for name in island.inputs:
+                if self.table[name].kind is NodeKind.PARAMETER:
+                    self.parameters.append(self._plain(name))
+                elif self.table[name].kind is NodeKind.CONSTANT and name not in self.constants:
+                    self.constants.append(name)
+        self.parameters = list(dict.fromkeys(self.parameters))
+
+    def _kernel_parameters(self, fragment: Fragment) -> list[Parameter]:
+        node = self.fx[fragment.nodes[0]]
+        if export.is_attention(node):
+            return []
+        if export.is_embedding(node, self.drafter.model.parameters):
+            return [self._table_parameter(node)]
+        weight, bias = self._linear_parameters(fragment)
+        return [weight] if bias is None else [weight, bias]
+
+    def _plain(self, name: str) -> Parameter:
+        """A parameter as stored, in f32."""
+        shape = tuple(self.fx[name].meta["val"].shape)
+        size = int(self.fx[name].meta["val"].numel())
+        columns = shape[-1] if len(shape) > 1 else 1
+        aliases = self.drafter.model.parameters[name]
+        return Parameter("plain", (WeightPart(aliases, (), size // columns, columns, False),), 0)
+
+    def _table_parameter(self, node: Node) -> Parameter:
+        table = node.args[0]
+        rows, columns = table.meta["val"].shape  # type: ignore[union-attr]
+        aliases = self.drafter.model.parameters[table.name]  # type: ignore[union-attr]
+        return Parameter("panels", (WeightPart(aliases, (), rows, columns, False),), self.panel)
+
+    def _linear_parameters(self, fragment: Fragment) -> tuple[Parameter, Parameter | None]:
+        """The packed weights of linears side by side, and their biases if any has one."""
+        names = self.drafter.model.parameters
+        parts = []
+        for name in fragment.nodes:
+            node = self.fx[name]
+            weight = export.linear_weight(node, names)
+            assert weight is not None
+            bias = export.linear_bias(node)
+            transposed = export.is_transposed(node)
+            shape = tuple(weight.meta["val"].shape)
+            rows, columns = reversed(shape) if transposed else shape
+            aliases = names[bias.name] if bias is not None else ()
+            parts.append(WeightPart(names[weight.name], aliases, rows, columns, transposed))
+        weights = tuple(replace(part, bias=()) for part in parts)
+        packed = Parameter("panels", weights, self.panel)
+        if not any(part.bias for part in parts):
+            return packed, None
+        return packed, Parameter("panel_bias", tuple(parts), self.panel)
+
+    def _parameter_word(self, parameter: Parameter) -> int:
+        return len(self.inputs) + len(self.outputs) + self.parameters.index(parameter)
+
+    def _constant_word(self, name: str) -> int:
+        before = len(self.inputs) + len(self.outputs) + len(self.parameters)
+        return before + self.constants.index(name)
+
+    def _scratch_word(self, index: int) -> int:
+        before = len(self.inputs) + len(self.outputs) + len(self.parameters)
+        return before + len(self.constants) + index
+
+    def run(self) -> Drafted:
+        """Places every fragment in order."""
+        draft = self.draft
+        draft.counts = "rows" if self.partition.unit == "postlude" else "tokens"
+        draft.parameters = self.parameters
+        for word, name in enumerate((*self.inputs, *self.outputs)):
+            value = self.drafter.value(name)
+            stride = value.stride
+            if self.table[name].kind in (NodeKind.TOKENS, NodeKind.POSITIONS):
+                stride = 1  # they lie in the step message, one next to the other
+            self.rows[name] = Row(word, 0, stride, value.dtype)
+        if draft.counts == "rows":
+            self._gather_inputs()
+        islands = iter(range(len(self.islands)))
+        lives = self._last_uses()
+        for position, fragment in enumerate(self.fragments):
+            if fragment.is_kernel:
+                item = self._place_kernel(fragment)
+            else:
+                item = self._place_island(next(islands))
+            draft.items.append(item)
+            self._release(lives, position)
+        self._number_kv()
+        draft.islands = [
+            signature(island, self.drafter.model, self.table) for island in self.islands
+        ]
+        return Drafted(
+            draft, self.inputs, self.outputs, tuple(self.constants), tuple(self.islands)
+        )
+
+    def _gather_inputs(self) -> None:
+        """Compact copies of the wanted rows of every input."""
+        for name in self.inputs:
+            source = self.rows[name]
+            if self.table[name].kind in (NodeKind.TOKENS, NodeKind.POSITIONS):
+                raise UserError(
+                    f"module '{self.partition.name}' reads token ids or positions after the last "
+                    "layer, which has no kernel yet"
+                )
+            to = self._scratch(name, self.drafter.value(name))
+            self.draft.items.append(Gather(source, to))
+
+    def _scratch(self, name: str, value: Value) -> Row:
+        """A temporary for a value; remembers where the value now lies."""
+        row = Row(self._scratch_word(self._take(value.row_bytes)), 0, value.stride, value.dtype)
+        self.rows[name] = row
+        return row
+
+    def _take(self, row_bytes: int) -> int:
+        """The index of a free temporary of this size, or of a new one."""
+        fitting = [i for i in self.free if self.draft.scratch[i] == row_bytes]
+        if fitting:
+            self.free.remove(fitting[0])
+            return fitting[0]
+        self.draft.scratch.append(row_bytes)
+        return len(self.draft.scratch) - 1
+
+    def _last_uses(self) -> dict[str, int]:
+        """For each value made here: the last fragment that reads it."""
+        last: dict[str, int] = {}
+        for position, fragment in enumerate(self.fragments):
+            for name in fragment.nodes:
+                last.setdefault(name, position)
+                for source in self.table[name].inputs:
+                    last[resolve(source, self.table)] = position
+        return last
+
+    def _release(self, lives: Mapping[str, int], position: int) -> None:
+        """Frees temporaries none of whose values is read after `position`."""
+        first = self._scratch_word(0)
+        held = {row.word for name, row in self.rows.items() if lives.get(name, -1) > position}
+        for index in range(len(self.draft.scratch)):
+            if first + index not in held and index not in self.free:
+                self.free.append(index)
+
+    def _place_kernel(self, fragment: Fragment) -> Item:
+        node = self.fx[fragment.nodes[0]]
+        if export.is_attention(node):
+            return self._place_attention(node)
+        if export.is_embedding(node, self.drafter.model.parameters):
+            ids = self._row(node.args[1])
+            depth = int(node.args[0].meta["val"].shape[1])  # type: ignore[union-attr]
+            table = self._parameter_word(self._table_parameter(node))
+            return Embedding(ids, self._place(node.name), table, depth)
+        return self._place_linear(fragment)
+
+    def _row(self, argument: object) -> Row:
+        """Where an argument's value lies."""
+        assert isinstance(argument, Node)
+        return self.rows[resolve(argument.name, self.table)]
+
+    def _place(self, name: str) -> Row:
+        """Where a new value goes: to the partition's output or to a temporary."""
+        if name in self.outputs:
+            return self.rows[name]
+        return self._scratch(name, self.drafter.value(name))
+
+    def _place_linear(self, fragment: Fragment) -> Linear:
+        weight, bias = self._linear_parameters(fragment)
+        panels = [-(-part.rows // self.panel) for part in weight.parts]
+        if len(fragment.nodes) == 1:
+            out = self._place(fragment.nodes[0])
+        else:
+            columns = sum(panels) * self.panel
+            stride = -(-columns // ROW_PAD) * ROW_PAD
+            out = Row(self._scratch_word(self._take(stride * 4)), 0, stride, "f32")
+            column = 0
+            for name, count in zip(fragment.nodes, panels, strict=True):
+                self.rows[name] = replace(out, column=column)
+                column += count * self.panel
+        x = self._row(export.linear_row(self.fx[fragment.nodes[0]]))
+        bias_word = None if bias is None else self._parameter_word(bias)
+        depth = weight.parts[0].columns
+        return Linear(x, out, self._parameter_word(weight), bias_word, depth, sum(panels))
+
+    def _place_attention(self, node: Node) -> Attention:
+        q, k, v, _, scale, window, softcap = node.args
+        heads, key = q.meta["val"].shape[1], q.meta["val"].shape[3]  # type: ignore[union-attr]
+        kv_heads, value = k.meta["val"].shape[1], v.meta["val"].shape[3]  # type: ignore[union-attr]
+        self.draft.kv.append(KvLayer(kv_heads, key, value))
+        shape = AttentionShape(key, value, heads // kv_heads, float(softcap) != 0.0)  # type: ignore[arg-type]
+        return Attention(
+            q=self._row(q),
+            k=self._row(k),
+            v=self._row(v),
+            out=self._place(node.name),
+            shape=shape,
+            kv_heads=kv_heads,
+            kv=len(self.draft.kv) - 1,  # numbered when the temporaries are known
+            scale=float(scale),  # type: ignore[arg-type]
+            window=int(window),  # type: ignore[call-overload]
+            softcap=float(softcap),  # type: ignore[arg-type]
+        )
+
+    def _number_kv(self) -> None:
+        """KV offsets are the last words of the args table."""
+        first = self._scratch_word(len(self.draft.scratch))
+        self.draft.items = [
+            replace(item, kv=first + item.kv) if isinstance(item, Attention) else item
+            for item in self.draft.items
+        ]
+
+    def _place_island(self, index: int) -> IslandCall:
+        island = self.islands[index]
+        inputs: list[Row | int] = []
+        for name in island.inputs:
+            kind = self.table[name].kind
+            if kind is NodeKind.PARAMETER:
+                inputs.append(self._parameter_word(self._plain(name)))
+            elif kind is NodeKind.CONSTANT:
+                inputs.append(self._constant_word(name))
+            else:
+                inputs.append(self.rows[name])
+        # Outputs are placed before inputs are released: an island never writes what it reads.
+        outputs = tuple(self._place(name) for name in island.outputs)
+        return IslandCall(index, tuple(inputs), outputs)

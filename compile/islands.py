@@ -1,0 +1,113 @@
+"""Islands: the arithmetic between kernels, imported by torch-mlir as a function of one token."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from buddy_pipeline.compile.export import ExportedModel
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.partition.fragments import Fragment, resolve
+from buddy_pipeline.partition.graph import GraphNode
+
+
+@dataclass(frozen=True)
+class Island:
+    """An island cut free: its inputs and outputs are values outside it, in argument order.
+
+    Inputs may be activations (rows of one token), parameters or constants.
+    """
+
+    nodes: tuple[str, ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def cut_free(fragment: Fragment, table: Mapping[str, GraphNode], used_later: set[str]) -> Island:
+    """Finds what an island reads and which of its values `used_later` names."""
+    inside = set(fragment.nodes)
+    inputs = dict.fromkeys(
+        source
+        for name in fragment.nodes
+        for source in (resolve(i, table) for i in table[name].inputs)
+        if source not in inside
+    )
+    outputs = tuple(name for name in fragment.nodes if name in used_later)
+    return Island(fragment.nodes, tuple(inputs), outputs)
+
+
+def import_island(island: Island, model: ExportedModel, table: Mapping[str, GraphNode]) -> str:
+    """The island as linalg on tensors: MLIR text with one function `@main`.
+
+    Raises UserError naming node and module when torch-mlir cannot import an operation.
+    """
+    from torch_mlir import fx
+
+    module = _subgraph(island, model, table)
+    try:
+        return str(fx.stateless_fx_import(module, output_type="linalg-on-tensors"))
+    except Exception as error:
+        # torch-mlir raises several types of its own; all mean an operation it does not know.
+        names = {table[n].op for n in island.nodes}
+        known = re.search(r"(torch\.aten\.[\w.]+)", str(error))
+        raise UserError(
+            f"torch-mlir cannot import the arithmetic of module '{table[island.nodes[0]].module}' "
+            f"(node {island.nodes[0]}; {known.group(1) if known else ', '.join(sorted(names))})"
+        ) from error
+
+
+def _subgraph(island: Island, model: ExportedModel, table: Mapping[str, GraphNode]) -> GraphModule:
+    """A graph of the island's nodes, with the views they look through, and placeholders."""
+    graph = Graph()
+    copies: dict[str, Node] = {}
+    for name in island.inputs:
+        copies[name] = graph.placeholder(name)
+        copies[name].meta = dict(model.fx[name].meta)
+
+    def copy(name: str) -> Node:
+        if name not in copies:
+            source = model.fx[name]
+            for needed in source.all_input_nodes:
+                copy(needed.name)
+            copies[name] = graph.node_copy(source, lambda n: copies[n.name])
+        return copies[name]
+
+    for name in island.nodes:
+        copy(name)
+    graph.output(tuple(copies[name] for name in island.outputs))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def signature(island: Island, model: ExportedModel, table: Mapping[str, GraphNode]) -> str:
+    """A text that is equal for islands of equal structure, whatever their names."""
+    numbers = {name: f"i{j}" for j, name in enumerate(island.inputs)}
+    lines = [f"{numbers[n]}:{_type(model.fx[n])}" for n in island.inputs]
+
+    def describe(name: str) -> str:
+        if name not in numbers:
+            node = model.fx[name]
+            for source in node.all_input_nodes:
+                describe(source.name)
+            arguments = torch.fx.node.map_arg(
+                (node.args, dict(node.kwargs)), lambda n: numbers[n.name]
+            )
+            numbers[name] = f"n{len(numbers)}"
+            lines.append(f"{numbers[name]}={node.target}{arguments!r}:{_type(node)}")
+        return numbers[name]
+
+    for name in island.nodes:
+        describe(name)
+    lines.append("out " + " ".join(numbers[n] for n in island.outputs))
+    return "\n".join(lines)
+
+
+def _type(node: Node) -> str:
+    value: Any = node.meta.get("val")
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)}{value.dtype}"
+    return repr(value)
+
+

@@ -1,0 +1,232 @@
+"""Compiling from the outside: plans and objects that are missing are made in worker processes."""
+
+import contextlib
+import json
+import os
+import selectors
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from buddy_pipeline.compile.cache import Cache
+from buddy_pipeline.compile.manifest import Plan
+from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.versions import installed, plan_key, still_current
+from buddy_pipeline.partition.errors import UserError
+
+#: Seconds that one request may take; a pass that does not end is an error, not a hang.
+TIME_LIMIT = 600.0
+
+
+class CompileError(Exception):
+    """The compiler failed on something that is not the user's mistake; one line, names the
+    fragment and where its MLIR is."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """One object that was made or found: its name, whether it was in the cache, and seconds."""
+
+    name: str
+    key: str
+    from_cache: bool
+    seconds: float
+
+
+Progress = Callable[[str], None]
+"""Called with the name of whatever was just finished."""
+
+
+def ensure_plan(
+    config: Mapping[str, Any], variant: str, target: Target, cache: Cache
+) -> tuple[Plan, float]:
+    """The model's plan, from the cache or newly made, and the seconds it took to make (0 if found).
+
+    Raises UserError when the model cannot be planned or the compilers are not installed.
+    """
+    key = plan_key(config, variant, target)
+    plan = _read_plan(cache, key)
+    if plan is not None:
+        return plan, 0.0
+    with cache.lock(f"plan-{key}"):
+        plan = _read_plan(cache, key)  # another rank may have made it meanwhile
+        if plan is not None:
+            return plan, 0.0
+        started = time.perf_counter()
+        request = {"kind": "plan", "key": key, "config": dict(config), "variant": variant}
+        with _Worker(cache, target) as worker:
+            worker.ask(request, "the model's graph")
+        plan = _read_plan(cache, key)
+        if plan is None:
+            raise CompileError(f"the plan written to {cache.plan_path(key)} cannot be read back")
+        return plan, time.perf_counter() - started
+
+
+def ensure_objects(
+    keys: Sequence[str],
+    target: Target,
+    cache: Cache,
+    jobs: int,
+    progress: Progress = lambda name: None,
+) -> list[Built]:
+    """Makes sure that every object is in the cache, building with `jobs` workers at once."""
+    found = [k for k in keys if cache.read_object(k) is not None]
+    results = []
+    for key in found:
+        name = _object_name(cache, key)
+        progress(name)
+        results.append(Built(name, key, True, 0.0))
+    missing = [k for k in keys if k not in found]
+    if not missing:
+        return results
+    missing.sort(key=lambda k: -_source_size(cache, k))  # the longest first
+    workers = _Workers(cache, target)
+    with workers, ThreadPoolExecutor(max(1, min(jobs, len(missing)))) as pool:
+        for built in pool.map(lambda key: _build(key, cache, workers), missing):
+            progress(built.name)
+            results.append(built)
+    return results
+
+
+def _build(key: str, cache: Cache, workers: "_Workers") -> Built:
+    name = _object_name(cache, key)
+    with cache.lock(key):
+        if cache.read_object(key) is not None:
+            return Built(name, key, True, 0.0)
+        folder = cache.source_folder(key)
+        answer = workers.mine().ask({"kind": "object", "key": key}, f"'{name}' ({folder})")
+        return Built(name, key, False, answer["seconds"])
+
+
+def _read_plan(cache: Cache, key: str) -> Plan | None:
+    """A plan from the cache if it is whole and made with what is installed."""
+    text = cache.read_plan(key)
+    if text is None:
+        return None
+    try:
+        plan = Plan.from_json(text)
+    except ValueError:
+        return None
+    complete = all(
+        cache.read_object(k) is not None or (cache.source_folder(k) / "index.json").exists()
+        for k in plan.objects(plan.partitions)
+    )
+    return plan if complete and still_current(plan.made_with) else None
+
+
+def _object_name(cache: Cache, key: str) -> str:
+    try:
+        return str(json.loads((cache.source_folder(key) / "index.json").read_text())["name"])
+    except (OSError, ValueError, KeyError):
+        return key
+
+
+def _source_size(cache: Cache, key: str) -> int:
+    return sum(path.stat().st_size for path in cache.source_folder(key).glob("*.mlir"))
+
+
+class _Worker:
+    """One worker process, kept warm between requests."""
+
+    def __init__(self, cache: Cache, target: Target) -> None:
+        _require_compilers()
+        self._common = {"cache": str(cache.root), "target": asdict(target)}
+        # A worker must not take itself for a rank of the job that started it.
+        environment = {
+            k: v for k, v in os.environ.items() if not k.startswith(("PMI_", "PMIX_", "OMPI_"))
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "buddy_pipeline.compile.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            text=True,
+        )
+        self._errors: list[str] = []
+        self._reader = threading.Thread(target=self._collect_errors, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> "_Worker":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream is not None:
+                stream.close()
+
+    def _collect_errors(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self._errors.append(line.rstrip())
+            del self._errors[:-50]
+
+    def ask(self, request: dict[str, Any], what: str) -> dict[str, Any]:
+        """Sends a request and waits for its answer; `what` names its object in error messages."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps({**self._common, **request}) + "\n")
+            self._process.stdin.flush()
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._process.stdout, selectors.EVENT_READ)
+                if not selector.select(TIME_LIMIT):
+                    raise CompileError(f"compiling {what} took more than {TIME_LIMIT:.0f} s")
+            line = self._process.stdout.readline()
+        if not line:
+            status = self._process.wait()
+            self._reader.join()
+            last = next((text for text in reversed(self._errors) if text.strip()), "no output")
+            raise CompileError(
+                f"the compiler died (status {status}) while compiling {what}; its last line: {last}"
+            )
+        answer = json.loads(line)
+        if "user_error" in answer:
+            raise UserError(answer["user_error"])
+        if not answer["ok"]:
+            message = answer["error"].replace("\n", " ")
+            raise CompileError(f"compiling {what} failed: {message}")
+        return answer
+
+
+class _Workers:
+    """A worker for each thread of a pool, started when first needed."""
+
+    def __init__(self, cache: Cache, target: Target) -> None:
+        self._make = lambda: _Worker(cache, target)
+        self._local = threading.local()
+        self._all: list[_Worker] = []
+
+    def __enter__(self) -> "_Workers":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for worker in self._all:
+            worker.__exit__()
+
+    def mine(self) -> _Worker:
+        """The calling thread's worker."""
+        if not hasattr(self._local, "worker"):
+            self._local.worker = self._make()
+            self._all.append(self._local.worker)
+        worker: _Worker = self._local.worker
+        return worker
+
+
+def _require_compilers() -> None:
+    missing = [p for p in ("torch", "torch-mlir", "xtc-mlir-python-bindings") if not installed(p)]
+    if missing:
+        raise UserError(
+            f"the model is not compiled yet and {', '.join(missing)} is not installed; "
+            "install buddy-pipeline[compile], or give a filled --cache-dir"
+        )
+
+
