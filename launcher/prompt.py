@@ -59,7 +59,7 @@ def encode_prompt(source: PromptSource, tokenizer: Tokenizer) -> list[int]:
         if not text:
             raise UserError("the prompt is empty: give some text")
         if source.raw:
-            return tokenizer.encode(text)
+            return tokenizer.encode(_checked(text))
         messages = [{"role": "user", "content": text}]
     if tokenizer.chat_template is None:
         raise UserError(
@@ -68,7 +68,7 @@ def encode_prompt(source: PromptSource, tokenizer: Tokenizer) -> list[int]:
             else "the model has no chat template for --messages: use --prompt with --raw"
         )
     text = render_chat(tokenizer.chat_template, messages, tokenizer.special_tokens)
-    return tokenizer.encode(text, add_special=False)
+    return tokenizer.encode(_checked(text), add_special=False)
 
 
 def _read_text(source: PromptSource) -> str:
@@ -83,3 +83,15 @@ def _read_text(source: PromptSource) -> str:
         raise UserError(f"--prompt-file {source.file} is not UTF-8 text: convert it") from None
     # Editors end a file with a newline that nobody means to ask the model about.
     return text.removesuffix("\n")
+
+
+def _checked(text: str) -> str:
+    # Python reads bytes of the command line that are not UTF-8, and JSON's \ud800, as surrogates.
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(
+            f"the prompt has {text[error.start]!r} at character {error.start}, which is not a"
+            " character of Unicode text: give the prompt as UTF-8"
+        ) from None
+    return text

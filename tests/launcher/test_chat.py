@@ -123,6 +123,8 @@ def test_a_model_without_a_template_asks_for_raw() -> None:
     ("source", "message"),
     [
         ({"text": ""}, "the prompt is empty"),
+        ({"text": "a\udcff"}, r"the prompt has '\\udcff' at character 7"),
+        ({"text": "a\udcff", "raw": True}, r"the prompt has '\\udcff' at character 1"),
         ({"file": Path("none.txt")}, r"--prompt-file none\.txt cannot be read: No such file"),
         ({"messages": Path("none.json")}, r"--messages none\.json cannot be read: No such file"),
         ({}, "there is no prompt"),
