@@ -15,7 +15,6 @@ from buddy_pipeline.ranks.checkpoint.gguf_families import FAMILIES, Family
 from buddy_pipeline.ranks.checkpoint.gguf_fields import Fields
 from buddy_pipeline.ranks.checkpoint.gguf_header import GgufHeader
 from buddy_pipeline.ranks.checkpoint.gguf_rope import (
-    DEFAULT_BASE,
     longrope_parameters,
     rope_parameters,
 )
