@@ -18,8 +18,11 @@ _BASE_MODEL_PREFIXES = ("model.", "transformer.", "gpt_neox.")
 # Buffers that old checkpoints carry beside the parameters: rotary frequencies and causal masks.
 _BUFFER_SUFFIXES = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.masked_bias")
 
-# Model types whose configuration class ties the head when config.json does not say.
-_TIED_BY_DEFAULT = frozenset({"gemma", "gemma2", "gemma3_text", "gpt2", "starcoder2"})
+# Decoders whose transformers configuration ties the head where config.json does not say.
+_TIED_BY_DEFAULT = frozenset(
+    "bloom cohere cohere2 falcon gemma gemma2 gemma3_text gpt2 gpt_bigcode gpt_neo lfm2 mpt opt "
+    "smollm3 starcoder2".split()
+)
 
 _HEAD = "lm_head.weight"
 
