@@ -20,8 +20,23 @@ _BUFFER_SUFFIXES = (".inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.
 
 # Decoders whose transformers configuration ties the head where config.json does not say.
 _TIED_BY_DEFAULT = frozenset(
-    "bloom cohere cohere2 falcon gemma gemma2 gemma3_text gpt2 gpt_bigcode gpt_neo lfm2 mpt opt "
-    "smollm3 starcoder2".split()
+    [
+        "bloom",
+        "cohere",
+        "cohere2",
+        "falcon",
+        "gemma",
+        "gemma2",
+        "gemma3_text",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "lfm2",
+        "mpt",
+        "opt",
+        "smollm3",
+        "starcoder2",
+    ]
 )
 
 _HEAD = "lm_head.weight"
