@@ -23,7 +23,7 @@ def target_machine(target: Target) -> llvm.TargetMachine:
 def compile_object(ir_texts: list[str], symbol: str, target: Target) -> bytes:
     """Links LLVM IR modules, optimises them and returns an object file.
 
-    Only `symbol` (and what starts with it) stays visible outside the object.
+    Only `symbol` and names that start with "bp_" stay visible outside the object.
     """
     machine = target_machine(target)
     module = llvm.parse_assembly(ir_texts[0])
@@ -34,7 +34,7 @@ def compile_object(ir_texts: list[str], symbol: str, target: Target) -> bytes:
     for function in module.functions:
         if function.is_declaration:
             continue
-        if not function.name.startswith(symbol):
+        if not function.name.startswith((symbol, "bp_")):
             function.linkage = "internal"
         # Every function is a loop nest of its own: inlining would only multiply code and time.
         function.add_function_attribute("noinline")

@@ -41,7 +41,9 @@ class Drafted:
 class Drafter:
     """Drafts the partitions of one model for one target."""
 
-    def __init__(self, model: ExportedModel, table: Mapping[str, GraphNode], target: Target) -> None:
+    def __init__(
+        self, model: ExportedModel, table: Mapping[str, GraphNode], target: Target
+    ) -> None:
         self.model = model
         self.table = table
         self.target = target
@@ -212,9 +214,7 @@ class _Placing:
         draft.islands = [
             signature(island, self.drafter.model, self.table) for island in self.islands
         ]
-        return Drafted(
-            draft, self.inputs, self.outputs, tuple(self.constants), tuple(self.islands)
-        )
+        return Drafted(draft, self.inputs, self.outputs, tuple(self.constants), tuple(self.islands))
 
     def _gather_inputs(self) -> None:
         """Compact copies of the wanted rows of every input."""

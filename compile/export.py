@@ -92,7 +92,9 @@ def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarra
     fields = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")}
     model_type = fields.pop("model_type", None)
     if not model_type:
-        raise UserError("the model's config.json has no 'model_type'; add the one it was saved with")
+        raise UserError(
+            "the model's config.json has no 'model_type'; add the one it was saved with"
+        )
     fields.pop("quantization_config", None)
     try:
         settings = AutoConfig.for_model(model_type, **fields)
@@ -110,9 +112,13 @@ def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarra
                 f"model type '{model_type}' has no causal language model: {_first(error)}"
             ) from error
     buffers = {
-        name: buffer.detach().cpu().numpy() for name, buffer in model.named_buffers() if not buffer.is_meta
+        name: buffer.detach().cpu().numpy()
+        for name, buffer in model.named_buffers()
+        if not buffer.is_meta
     }
-    return model.to("meta"), buffers
+    model.to("meta")
+    model.tie_weights()  # moving the parameters has untied them
+    return model, buffers
 
 
 def _trace(model: torch.nn.Module, config: dict[str, Any]) -> torch.export.ExportedProgram:

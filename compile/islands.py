@@ -109,5 +109,3 @@ def _type(node: Node) -> str:
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)}{value.dtype}"
     return repr(value)
-
-

@@ -147,13 +147,13 @@ def _math_as_calls(text: str) -> str:
     used = []
     for name in _FUNCTIONS:
         pattern = rf"math\.{name} (%[\w#]+) : f32"
-        text, count = re.subn(pattern, rf"func.call @bp_{name}(\1) : (f32) -> f32", text)
+        text, count = re.subn(pattern, rf"func.call @poly_{name}(\1) : (f32) -> f32", text)
         if count:
             used.append(name)
     definitions = []
     for name in used:
         t = Text()
-        with t.function(f"bp_{name}", [("x", "f32")], "f32", private=True):
+        with t.function(f"poly_{name}", [("x", "f32")], "f32", private=True):
             t.line(f"return {_FUNCTIONS[name](t, '%x', vm.Lanes(0))} : f32")
         definitions.append(str(t))
     end = text.rindex("}")

@@ -253,9 +253,7 @@ def _plan(data: Mapping[str, Any]) -> Plan:
 
 def _parameter(data: Mapping[str, Any]) -> Parameter:
     parts = tuple(
-        WeightPart(
-            tuple(p["weight"]), tuple(p["bias"]), p["rows"], p["columns"], p["transposed"]
-        )
+        WeightPart(tuple(p["weight"]), tuple(p["bias"]), p["rows"], p["columns"], p["transposed"])
         for p in data["parts"]
     )
     return Parameter(data["layout"], parts, data["panel"])

@@ -16,6 +16,7 @@ from buddy_pipeline.compile.kernels.driver import DRIVER, emit_driver
 from buddy_pipeline.compile.manifest import Constant, PartitionPlan, Plan, Template, Value
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.templates import emit_template, island_symbol
+from buddy_pipeline.compile.versions import source_digest
 from buddy_pipeline.partition.fragments import resolve
 from buddy_pipeline.partition.graph import NodeKind
 from buddy_pipeline.partition.ownership import partition_graph
@@ -31,8 +32,9 @@ class Source:
     islands: tuple[tuple[str, str], ...] = ()  # (symbol, linalg text)
 
     def key(self, target: Target, versions: dict[str, str]) -> str:
-        """The content key: what is compiled, for which CPU, by which compilers."""
-        text = json.dumps([asdict(self), target.digest(), sorted(versions.items())])
+        """The content key: what is compiled, for which CPU, by which compilers and our source."""
+        by = [sorted(versions.items()), source_digest()]
+        text = json.dumps([asdict(self), target.digest(), by])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

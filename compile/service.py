@@ -228,5 +228,3 @@ def _require_compilers() -> None:
             f"the model is not compiled yet and {', '.join(missing)} is not installed; "
             "install buddy-pipeline[compile], or give a filled --cache-dir"
         )
-
-

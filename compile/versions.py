@@ -48,12 +48,12 @@ def still_current(made_with: Mapping[str, str]) -> bool:
 def plan_key(config: Mapping[str, Any], variant: str, target: Target) -> str:
     """The key of a model's plan: its config, the weight variant, the CPU and our own source."""
     relevant = {k: v for k, v in config.items() if k not in _IRRELEVANT}
-    text = json.dumps([relevant, variant, target.digest(), _source_digest()], sort_keys=True)
+    text = json.dumps([relevant, variant, target.digest(), source_digest()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 @functools.cache
-def _source_digest() -> str:
+def source_digest() -> str:
     """A hash over the source of the folders that decide what is generated."""
     digest = hashlib.sha256()
     here = Path(__file__).resolve().parent

@@ -178,9 +178,7 @@ def _emit_rows(t: Text, target: Target, shape: AttentionShape, rows: int) -> Non
             start = walk.index
             keys = t.gep("%keys", t.mul(start, t.constant(shape.key)))
             places = [(r, j) for r in range(rows) for j in range(vectors)]
-            with t.loop(
-                zero, t.constant(shape.key), one, [(empty, vector)] * len(places)
-            ) as depth:
+            with t.loop(zero, t.constant(shape.key), one, [(empty, vector)] * len(places)) as depth:
                 row = t.gep(keys, t.mul(depth.index, block))
                 loaded = [t.load(t.gep(row, j * lanes), vector, 4) for j in range(vectors)]
                 query = t.gep("%q", depth.index)

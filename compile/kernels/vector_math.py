@@ -93,13 +93,19 @@ def _sine(t: Text, x: str, lanes: Lanes, quarter: int) -> str:
     square = t.binary("arith.mulf", r, r, f)
     s = _polynomial(t, square, (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4), f)
     s = _fma(t, t.binary("arith.mulf", s, square, f), r, r, f)
-    c = _polynomial(t, square, (4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5), f)
+    c = _polynomial(
+        t, square, (4.166664568298827e-2, -1.388731625493765e-3, 2.443315711809948e-5), f
+    )
     c = t.binary("arith.mulf", t.binary("arith.mulf", c, square, f), square, f)
     c = t.binary("arith.addf", _fma(t, square, t.constant(-0.5, f), c, f), t.constant(1.0, f), f)
     turn = t.binary("arith.addi", t.op(f"arith.fptosi {n} : {f} to {i}"), t.constant(quarter, i), i)
     zero = t.constant(0, i)
     odd = t.compare("ne", t.binary("arith.andi", turn, t.constant(1, i), i), zero, i)
-    y = t.op(f"arith.select {odd}, {c}, {s} : {mask}, {f}" if lanes.lanes else f"arith.select {odd}, {c}, {s} : {f}")
+    y = t.op(
+        f"arith.select {odd}, {c}, {s} : {mask}, {f}"
+        if lanes.lanes
+        else f"arith.select {odd}, {c}, {s} : {f}"
+    )
     negative = t.compare("ne", t.binary("arith.andi", turn, t.constant(2, i), i), zero, i)
     minus = t.op(f"arith.negf {y} : {f}")
     return t.op(

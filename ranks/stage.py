@@ -1,0 +1,250 @@
+"""A stage: one rank's block of layers, bound to weights and memory, run by one call a step."""
+
+import ctypes
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from buddy_pipeline.compile.loader import Library
+from buddy_pipeline.compile.manifest import Parameter, PartitionPlan, Plan, StepWord, Value
+from buddy_pipeline.partition.layers import BlockRole
+from buddy_pipeline.ranks.kv_cache import KvCache
+from buddy_pipeline.ranks.memory_blocks import aligned_zeros
+from buddy_pipeline.ranks.messages import Step
+
+_DRIVER = "bp_run_stage"
+#: int64 words of the barrier: two counters on cache lines of their own.
+_BARRIER_WORDS = 16
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """What a stage must have room for."""
+
+    tokens: int  # in one step
+    rows: int  # logits in one step
+    slots: int  # sequences in the KV cache
+    context: int  # positions of one sequence
+    threads: int  # of the team
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """A word of the args tables whose address changes from step to step."""
+
+    word: int
+    base: str  # "ids", "positions", "inputs" or "outputs"
+    bytes_per_token: int  # offset inside the payload: values lie one after the other
+
+
+class Stage:
+    """The block of one rank, ready to run.
+
+    `input_bytes` and `output_bytes` are the payload of one token to and from the neighbour ranks:
+    the crossing values one after the other, each [tokens, row bytes].
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        layers: range,
+        role: BlockRole,
+        weights: Mapping[Parameter, np.ndarray],
+        library: Library | None,
+        sizes: StageSizes,
+    ) -> None:
+        partitions = needed_partitions(plan, layers, role)
+        self._sizes = sizes
+        incoming, outgoing = crossing(plan, layers, role)
+        self.is_empty = not partitions
+        self.input_bytes = sum(v.row_bytes for v in incoming)
+        self.output_bytes = sum(v.row_bytes for v in outgoing)
+        self.max_tokens = sizes.tokens
+        has_head = role in (BlockRole.LAST, BlockRole.SINGLE)
+        self.vocab_size = plan.vocab_size if has_head else 0
+        self.kv = KvCache([kv for p in partitions for kv in p.kv], sizes.slots, sizes.context)
+        self._weights = weights  # keeps the memory that the args tables point to
+        self._constants = {n: _constant(plan, n) for p in partitions for n in p.constants}
+        self._copied = [v for v in outgoing if v in incoming]
+        self._offsets = (_offsets(incoming), _offsets(outgoing))
+
+        self._result = aligned_zeros((0,), np.float32)
+        places: dict[str, _Moving | np.ndarray] = {
+            plan.token_input: _Moving(0, "ids", 0),
+            plan.position_input: _Moving(0, "positions", 0),
+        }
+        if has_head:
+            value = plan.values[plan.result]
+            self._result = aligned_zeros((sizes.rows, value.stride), np.float32)
+            places[plan.result] = self._result
+        for value, offset in self._offsets[1].items():
+            places[value.name] = _Moving(0, "outputs", offset)
+        for value, offset in self._offsets[0].items():
+            places[value.name] = _Moving(0, "inputs", offset)
+        self._place_internal(plan, partitions, places)
+        self._bind(plan, partitions, places)
+        self._prepare_step(plan, partitions)
+        if library is not None:
+            kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
+            self._library = library  # keeps the code that addresses point to
+            self._driver = kind(library.address(_DRIVER))
+            for call, partition in zip(self._calls, partitions, strict=True):
+                call[0] = library.address(plan.templates[partition.template].symbol)
+        self._table_address = self._calls.ctypes.data
+        self._record_address = self._record.ctypes.data
+        self._bound: dict[str, int] = {}
+
+    def run(self, step: Step, inputs: int, outputs: int) -> None:
+        """Runs the block on a step.
+
+        `inputs` and `outputs` are addresses of the payload that arrived and of the one to write,
+        64-byte aligned. The compiled call releases the GIL.
+        """
+        record, tokens = self._record, step.tokens
+        record[StepWord.TOKENS.value] = tokens
+        record[StepWord.ROWS.value] = len(step.rows)
+        record[StepWord.ROW_INDEX.value] = step.rows_address
+        record[StepWord.POSITIONS.value] = step.positions_address
+        record[StepWord.SLOTS.value] = step.slots_address
+        bases = {
+            "ids": step.ids_address,
+            "positions": step.positions_address,
+            "inputs": inputs,
+            "outputs": outputs,
+        }
+        for moving in self._moving:
+            self._args[moving.word] = bases[moving.base] + tokens * moving.bytes_per_token
+        for value in self._copied:
+            self._copy_through(value, tokens, inputs, outputs)
+        self._driver(self._table_address, len(self._calls), self._record_address)
+
+    def logits(self, rows: int) -> np.ndarray:
+        """float32 [rows, vocab]: the logits of the last run, valid until the next."""
+        return self._result[:rows, : self.vocab_size]
+
+    def _place_internal(
+        self,
+        plan: Plan,
+        partitions: Sequence[PartitionPlan],
+        places: "dict[str, _Moving | np.ndarray]",
+    ) -> None:
+        """Memory for values between this rank's own partitions, reused when read for the last
+        time."""
+        last: dict[str, int] = {}
+        for number, partition in enumerate(partitions):
+            for name in (*partition.inputs, *partition.outputs):
+                last[name] = number
+        free: dict[int, list[np.ndarray]] = {}
+        for number, partition in enumerate(partitions):
+            for name in partition.outputs:
+                if name in places:
+                    continue
+                value = plan.values[name]
+                spare = free.get(value.row_bytes)
+                if spare:
+                    places[name] = spare.pop()
+                else:
+                    shape = (self._sizes.tokens, value.row_bytes // 4)
+                    places[name] = aligned_zeros(shape, np.float32)
+            for name in dict.fromkeys((*partition.inputs, *partition.outputs)):
+                place = places[name]
+                own = isinstance(place, np.ndarray) and place is not self._result
+                if own and last[name] == number:
+                    free.setdefault(plan.values[name].row_bytes, []).append(place)
+
+    def _bind(
+        self,
+        plan: Plan,
+        partitions: Sequence[PartitionPlan],
+        places: "Mapping[str, _Moving | np.ndarray]",
+    ) -> None:
+        """Fills the args table of every partition."""
+        templates = [plan.templates[p.template] for p in partitions]
+        room = max([sum(t.scratch) for t in templates], default=0)
+        self._workspace = aligned_zeros((room * self._sizes.tokens,), np.uint8)
+        words: list[int] = []
+        starts: list[int] = []
+        self._moving: list[_Moving] = []
+        self._places = places  # keeps the arrays that words point to
+        offsets = iter(self.kv.offsets)
+        for partition, template in zip(partitions, templates, strict=True):
+            starts.append(len(words))
+            for name in (*partition.inputs, *partition.outputs):
+                place = places[name]
+                if isinstance(place, _Moving):
+                    self._moving.append(_Moving(len(words), place.base, place.bytes_per_token))
+                    words.append(0)
+                else:
+                    words.append(place.ctypes.data)
+            words += [self._weights[p].ctypes.data for p in partition.parameters]
+            words += [self._constants[n].ctypes.data for n in partition.constants]
+            at = self._workspace.ctypes.data
+            for row_bytes in template.scratch:
+                words.append(at)
+                at += row_bytes * self._sizes.tokens
+            words += [next(offsets) for _ in partition.kv]
+        self._args = np.array(words, np.int64)
+        self._calls = np.zeros((len(partitions), 2), np.int64)
+        self._calls[:, 1] = [self._args.ctypes.data + 8 * start for start in starts]
+
+    def _prepare_step(self, plan: Plan, partitions: Sequence[PartitionPlan]) -> None:
+        """The step record's lasting words: team, barrier, KV tables, threads' scratch."""
+        threads = self._sizes.threads
+        need = max([plan.templates[p.template].thread_scratch for p in partitions], default=0)
+        stride = -(-need // 4096) * 4096 + 64
+        self._thread_scratch = aligned_zeros((stride * threads,), np.uint8)
+        self._barrier = aligned_zeros((_BARRIER_WORDS,), np.int64)
+        self._record = np.zeros(len(StepWord), np.int64)
+        for word, value in {
+            StepWord.TEAM: threads,
+            StepWord.BARRIER: self._barrier.ctypes.data,
+            StepWord.SLOT_BASE: self.kv.bases.ctypes.data,
+            StepWord.SLOT_CAPACITY: self.kv.capacities.ctypes.data,
+            StepWord.SCRATCH: self._thread_scratch.ctypes.data,
+            StepWord.SCRATCH_STRIDE: stride,
+        }.items():
+            self._record[word.value] = value
+
+    def _copy_through(self, value: Value, tokens: int, inputs: int, outputs: int) -> None:
+        """A value that arrives and is needed further down is copied to the outgoing payload."""
+        source = inputs + tokens * self._offsets[0][value]
+        to = outputs + tokens * self._offsets[1][value]
+        ctypes.memmove(to, source, tokens * value.row_bytes)
+
+
+def needed_partitions(plan: Plan, layers: range, role: BlockRole) -> tuple[PartitionPlan, ...]:
+    """The partitions that a rank runs; none for a rank that only forwards.
+
+    Position tables are left out where nothing else runs.
+    """
+    partitions = plan.for_rank(layers, role)
+    return partitions if any(p.unit != "positions" for p in partitions) else ()
+
+
+def crossing(
+    plan: Plan, layers: range, role: BlockRole
+) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
+    """The values that arrive from the rank before and go to the rank after."""
+    first = role in (BlockRole.FIRST, BlockRole.SINGLE)
+    last = role in (BlockRole.LAST, BlockRole.SINGLE)
+    incoming = () if first else plan.crossing(layers.start)
+    outgoing = () if last else plan.crossing(layers.stop)
+    return incoming, outgoing
+
+
+def _offsets(values: Sequence[Value]) -> dict[Value, int]:
+    """Bytes a token before each value of a payload."""
+    result, at = {}, 0
+    for value in values:
+        result[value] = at
+        at += value.row_bytes
+    return result
+
+
+def _constant(plan: Plan, name: str) -> np.ndarray:
+    constant = plan.constants[name]
+    array = np.frombuffer(constant.bytes(), constant.dtype)
+    result = aligned_zeros(array.shape, array.dtype)
+    result[:] = array
+    return result
