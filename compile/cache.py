@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from buddy_pipeline.partition.errors import UserError
 
@@ -89,23 +90,24 @@ class Cache:
         write_atomically(self.object_path(key), _MAGIC + checksum + payload)
 
     @contextlib.contextmanager
-    def lock(self, key: str) -> Iterator[None]:
-        """Held while a key is built; waits for another process that builds it.
+    def lock(self, key: str, wait: bool = True) -> Iterator[bool]:
+        """Held while a key is built; yields whether this process has it (always, with `wait`).
 
         Waiting polls, so that a rank that only waits can be interrupted and leaves the core alone.
         The operating system releases the lock of a process that dies.
         """
         with open(self.root / "locks" / key, "w") as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    time.sleep(0.05)
-            try:
-                yield
-            finally:
-                fcntl.flock(file, fcntl.LOCK_UN)
+            while not (mine := _try_lock(file)) and wait:
+                time.sleep(0.05)
+            yield mine  # closing the file gives the lock back
+
+
+def _try_lock(file: TextIO) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -3,6 +3,7 @@
 import functools
 
 import llvmlite.binding as llvm
+
 from buddy_pipeline.compile.target import Target
 
 

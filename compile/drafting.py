@@ -146,16 +146,14 @@ class _Placing:
     def _plain(self, name: str) -> Parameter:
         """A parameter as stored, in f32."""
         shape = tuple(self.fx[name].meta["val"].shape)
-        size = int(self.fx[name].meta["val"].numel())
-        columns = shape[-1] if len(shape) > 1 else 1
         aliases = self.drafter.model.parameters[name]
-        return Parameter("plain", (WeightPart(aliases, (), size // columns, columns, False),), 0)
+        return Parameter("plain", (WeightPart(aliases, (), shape, False),), 0)
 
     def _table_parameter(self, node: Node) -> Parameter:
         table = node.args[0]
-        rows, columns = table.meta["val"].shape  # type: ignore[union-attr]
+        shape = tuple(table.meta["val"].shape)  # type: ignore[union-attr]
         aliases = self.drafter.model.parameters[table.name]  # type: ignore[union-attr]
-        return Parameter("panels", (WeightPart(aliases, (), rows, columns, False),), self.panel)
+        return Parameter("panels", (WeightPart(aliases, (), shape, False),), self.panel)
 
     def _linear_parameters(self, fragment: Fragment) -> tuple[Parameter, Parameter | None]:
         """The packed weights of linears side by side, and their biases if any has one."""
@@ -168,9 +166,8 @@ class _Placing:
             bias = export.linear_bias(node)
             transposed = export.is_transposed(node)
             shape = tuple(weight.meta["val"].shape)
-            rows, columns = reversed(shape) if transposed else shape
             aliases = names[bias.name] if bias is not None else ()
-            parts.append(WeightPart(names[weight.name], aliases, rows, columns, transposed))
+            parts.append(WeightPart(names[weight.name], aliases, shape, transposed))
         weights = tuple(replace(part, bias=()) for part in parts)
         packed = Parameter("panels", weights, self.panel)
         if not any(part.bias for part in parts):

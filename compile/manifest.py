@@ -63,9 +63,18 @@ class WeightPart:
 
     weight: tuple[str, ...]
     bias: tuple[str, ...]  # empty: no bias
-    rows: int  # outputs
-    columns: int  # inputs
+    shape: tuple[int, ...]  # as the checkpoint stores it
     transposed: bool  # stored as [inputs, outputs]
+
+    @property
+    def rows(self) -> int:
+        """Outputs of the matrix."""
+        return self.shape[1] if self.transposed else self.shape[0]
+
+    @property
+    def columns(self) -> int:
+        """Inputs of the matrix."""
+        return self.shape[0] if self.transposed else self.shape[1]
 
 
 @dataclass(frozen=True)
@@ -253,7 +262,7 @@ def _plan(data: Mapping[str, Any]) -> Plan:
 
 def _parameter(data: Mapping[str, Any]) -> Parameter:
     parts = tuple(
-        WeightPart(tuple(p["weight"]), tuple(p["bias"]), p["rows"], p["columns"], p["transposed"])
+        WeightPart(tuple(p["weight"]), tuple(p["bias"]), tuple(p["shape"]), p["transposed"])
         for p in data["parts"]
     )
     return Parameter(data["layout"], parts, data["panel"])

@@ -38,8 +38,8 @@ class Built:
     seconds: float
 
 
-Progress = Callable[[str], None]
-"""Called with the name of whatever was just finished."""
+Progress = Callable[[Built], None]
+"""Called with each object as it becomes ready."""
 
 
 def ensure_plan(
@@ -67,40 +67,69 @@ def ensure_plan(
         return plan, time.perf_counter() - started
 
 
+def missing_objects(keys: Sequence[str], cache: Cache) -> list[str]:
+    """The objects that the cache does not have whole."""
+    return [key for key in keys if cache.read_object(key) is None]
+
+
 def ensure_objects(
     keys: Sequence[str],
     target: Target,
     cache: Cache,
     jobs: int,
-    progress: Progress = lambda name: None,
+    progress: Progress = lambda built: None,
 ) -> list[Built]:
-    """Makes sure that every object is in the cache, building with `jobs` workers at once."""
-    found = [k for k in keys if cache.read_object(k) is not None]
-    results = []
-    for key in found:
-        name = _object_name(cache, key)
-        progress(name)
-        results.append(Built(name, key, True, 0.0))
-    missing = [k for k in keys if k not in found]
+    """Makes sure that every object is in the cache, building with `jobs` workers at once.
+
+    Where other processes fill the same cache, each builds what none has begun yet, and only then
+    waits for what the others are at.
+    """
+    missing = missing_objects(keys, cache)
+    results = [Built(_object_name(cache, k), k, True, 0.0) for k in keys if k not in missing]
     if not missing:
         return results
     missing.sort(key=lambda k: -_source_size(cache, k))  # the longest first
-    workers = _Workers(cache, target)
-    with workers, ThreadPoolExecutor(max(1, min(jobs, len(missing)))) as pool:
-        for built in pool.map(lambda key: _build(key, cache, workers), missing):
-            progress(built.name)
-            results.append(built)
+    with (
+        _Workers(cache, target) as workers,
+        ThreadPoolExecutor(max(1, min(jobs, len(missing)))) as pool,
+    ):
+        for wait in (False, True):
+            tries = [pool.submit(_build, key, cache, workers, wait) for key in missing]
+            for key, attempt in zip(list(missing), tries, strict=True):
+                built = attempt.result()
+                if built is not None:
+                    missing.remove(key)
+                    progress(built)
+                    results.append(built)
     return results
 
 
-def _build(key: str, cache: Cache, workers: "_Workers") -> Built:
+def _build(key: str, cache: Cache, workers: "_Workers", wait: bool) -> Built | None:
+    """Builds one object; None if another process is at it and `wait` is false."""
     name = _object_name(cache, key)
-    with cache.lock(key):
+    with cache.lock(key, wait) as mine:
+        if not mine:
+            return None
         if cache.read_object(key) is not None:
             return Built(name, key, True, 0.0)
         folder = cache.source_folder(key)
         answer = workers.mine().ask({"kind": "object", "key": key}, f"'{name}' ({folder})")
         return Built(name, key, False, answer["seconds"])
+
+
+def verify_split(
+    config: Mapping[str, Any], ranges: Sequence[range], target: Target, cache: Cache
+) -> dict[str, Any]:
+    """The structural verifier's report (`partition.verifier.Report` as JSON data) on the model's
+    whole graph, dealt to ranks with these layers (index = rank)."""
+    request = {
+        "kind": "verify",
+        "config": dict(config),
+        "ranges": [[r.start, r.stop] for r in ranges],
+    }
+    with _Worker(cache, target) as worker:
+        report: dict[str, Any] = worker.ask(request, "the model's graph")["report"]
+    return report
 
 
 def _read_plan(cache: Cache, key: str) -> Plan | None:

@@ -45,6 +45,8 @@ def _handle(request: dict[str, Any]) -> dict[str, Any]:
     target = Target(**request["target"])
     if request["kind"] == "plan":
         return _plan(cache, target, request)
+    if request["kind"] == "verify":
+        return _verify(request)
     return _build(cache, target, request["key"])
 
 
@@ -67,6 +69,23 @@ def _plan(cache: Cache, target: Target, request: dict[str, Any]) -> dict[str, An
         write_atomically(folder / "index.json", json.dumps(index).encode())
     write_atomically(cache.plan_path(request["key"]), plan.to_json().encode())
     return {}
+
+
+def _verify(request: dict[str, Any]) -> dict[str, Any]:
+    """Checks the partitions of every rank against the model's whole graph."""
+    from buddy_pipeline.compile.export import export_model
+    from buddy_pipeline.partition.layers import block_role
+    from buddy_pipeline.partition.ownership import block_partitions, partition_graph
+    from buddy_pipeline.partition.verifier import verify
+
+    nodes = export_model(request["config"]).nodes
+    partitions = partition_graph(nodes)
+    world = len(request["ranges"])
+    by_rank = [
+        block_partitions(partitions, range(*layers), block_role(rank, world))
+        for rank, layers in enumerate(request["ranges"])
+    ]
+    return {"report": json.loads(verify(nodes, by_rank).to_json())}
 
 
 def _build(cache: Cache, target: Target, key: str) -> dict[str, Any]:

@@ -1,37 +1,30 @@
 """Weights in the layouts that kernels read, made from a checkpoint's rows in bounded pieces."""
 
+import math
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
 
 import numpy as np
 
 from buddy_pipeline.compile.manifest import Parameter, WeightPart
-from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.checkpoint import Checkpoint
 from buddy_pipeline.ranks.memory_blocks import aligned_zeros
 
 #: Elements of a weight that are read and packed at a time: 2 MB of f32, which stay in cache.
 _PIECE = 1 << 19
 
 
-class TensorReader(Protocol):
-    """What packing needs of a checkpoint."""
-
-    def find(self, *aliases: str): ...  # type: ignore[no-untyped-def]
-
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray: ...
-
-
-def check_parameters(parameters: Iterable[Parameter], reader: TensorReader) -> None:
+def check_parameters(parameters: Iterable[Parameter], reader: Checkpoint) -> None:
     """Raises UserError naming the first tensor that is missing or has another shape."""
     for parameter in parameters:
         for part in parameter.parts:
-            _weight_name(part, reader, parameter.layout)
-            _bias_name(part, reader)
+            reader.expect(*part.weight, shape=part.shape)
+            if part.bias:
+                reader.expect(*part.bias, shape=(part.rows,))
 
 
 def pack_parameters(
-    parameters: Iterable[Parameter], reader: TensorReader, threads: int
+    parameters: Iterable[Parameter], reader: Checkpoint, threads: int
 ) -> Mapping[Parameter, np.ndarray]:
     """Every parameter in its layout, f32, aligned; equal parameters (a tied head) share memory."""
     wanted = list(dict.fromkeys(parameters))
@@ -39,7 +32,7 @@ def pack_parameters(
         return dict(zip(wanted, pool.map(lambda p: pack(p, reader), wanted), strict=True))
 
 
-def pack(parameter: Parameter, reader: TensorReader) -> np.ndarray:
+def pack(parameter: Parameter, reader: Checkpoint) -> np.ndarray:
     """One parameter in its layout.
 
     "panels": [panels, columns, panel], parts one after the other, missing outputs of a part's last
@@ -50,20 +43,20 @@ def pack(parameter: Parameter, reader: TensorReader) -> np.ndarray:
     if parameter.layout == "panel_bias":
         return _pack_bias(parameter, reader)
     part = parameter.parts[0]
-    name, shape = _weight_name(part, reader, parameter.layout)
-    result = aligned_zeros((part.rows * part.columns,), np.float32)
-    result[:] = reader.read_rows(name, 0, shape[0]).reshape(-1)
+    info = reader.expect(*part.weight, shape=part.shape)
+    result = aligned_zeros((math.prod(part.shape),), np.float32)
+    result[:] = reader.read(info.name).reshape(-1)
     return result
 
 
-def _pack_panels(parameter: Parameter, reader: TensorReader) -> np.ndarray:
+def _pack_panels(parameter: Parameter, reader: Checkpoint) -> np.ndarray:
     width = parameter.panel
     counts = [-(-part.rows // width) for part in parameter.parts]
     columns = parameter.parts[0].columns
     result = aligned_zeros((sum(counts), columns, width), np.float32)
     start = 0
     for part, count in zip(parameter.parts, counts, strict=True):
-        name, _ = _weight_name(part, reader, parameter.layout)
+        name = reader.expect(*part.weight, shape=part.shape).name
         panels = result[start : start + count]
         if part.transposed:
             _pack_transposed(panels, part, name, reader)
@@ -73,7 +66,7 @@ def _pack_panels(parameter: Parameter, reader: TensorReader) -> np.ndarray:
     return result
 
 
-def _pack_rows(panels: np.ndarray, part: WeightPart, name: str, reader: TensorReader) -> None:
+def _pack_rows(panels: np.ndarray, part: WeightPart, name: str, reader: Checkpoint) -> None:
     """Packs a weight stored as [outputs, inputs]."""
     width = panels.shape[2]
     piece = max(1, _PIECE // (width * part.columns))
@@ -88,7 +81,7 @@ def _pack_rows(panels: np.ndarray, part: WeightPart, name: str, reader: TensorRe
             panels[first + whole, :, : len(rest)] = rest.T
 
 
-def _pack_transposed(panels: np.ndarray, part: WeightPart, name: str, reader: TensorReader) -> None:
+def _pack_transposed(panels: np.ndarray, part: WeightPart, name: str, reader: Checkpoint) -> None:
     """Packs a weight stored as [inputs, outputs]."""
     width = panels.shape[2]
     whole = part.rows // width
@@ -103,48 +96,14 @@ def _pack_transposed(panels: np.ndarray, part: WeightPart, name: str, reader: Te
             ]
 
 
-def _pack_bias(parameter: Parameter, reader: TensorReader) -> np.ndarray:
+def _pack_bias(parameter: Parameter, reader: Checkpoint) -> np.ndarray:
     width = parameter.panel
     counts = [-(-part.rows // width) for part in parameter.parts]
     result = aligned_zeros((sum(counts) * width,), np.float32)
     start = 0
     for part, count in zip(parameter.parts, counts, strict=True):
         if part.bias:
-            name = _bias_name(part, reader)
+            name = reader.expect(*part.bias, shape=(part.rows,)).name
             result[start : start + part.rows] = reader.read_rows(name, 0, part.rows)
         start += count * width
     return result
-
-
-def _weight_name(
-    part: WeightPart, reader: TensorReader, layout: str
-) -> tuple[str, tuple[int, ...]]:
-    """The weight's name and shape in the checkpoint; UserError if it is not what the model wants."""
-    info = reader.find(*part.weight)
-    shape = tuple(info.shape)
-    if layout == "plain":
-        if len(shape) < 1 or int(np.prod(shape)) != part.rows * part.columns:
-            raise UserError(
-                f"tensor '{info.name}' has shape {list(shape)}; the model wants "
-                f"{part.rows * part.columns} elements: use the checkpoint that belongs to the config"
-            )
-        return info.name, shape
-    wanted = (part.columns, part.rows) if part.transposed else (part.rows, part.columns)
-    if shape != wanted:
-        raise UserError(
-            f"tensor '{info.name}' has shape {list(shape)}; the model wants {list(wanted)}: "
-            "use the checkpoint that belongs to the config"
-        )
-    return info.name, shape
-
-
-def _bias_name(part: WeightPart, reader: TensorReader) -> str:
-    if not part.bias:
-        return ""
-    info = reader.find(*part.bias)
-    if tuple(info.shape) != (part.rows,):
-        raise UserError(
-            f"tensor '{info.name}' has shape {list(info.shape)}; the model wants [{part.rows}]: "
-            "use the checkpoint that belongs to the config"
-        )
-    return str(info.name)

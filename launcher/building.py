@@ -1,0 +1,77 @@
+"""Compiling what one rank needs: for a run that finds something missing, and as a command."""
+
+import os
+import sys
+import time
+from collections.abc import Iterable
+
+import typer
+
+from buddy_pipeline.compile.cache import Cache
+from buddy_pipeline.compile.manifest import PartitionPlan, Plan
+from buddy_pipeline.compile.service import Built, ensure_objects, ensure_plan, missing_objects
+from buddy_pipeline.compile.target import Target, named_target
+from buddy_pipeline.launcher.model import Model, open_model
+from buddy_pipeline.launcher.settings import CompileSettings
+from buddy_pipeline.partition.layers import block_role, layer_ranges
+
+
+def plan_model(model: Model, target: Target, cache: Cache, show: bool) -> tuple[Plan, float]:
+    """The model's plan, and the seconds it took to make (0 if the cache had it)."""
+    plan, seconds = ensure_plan(model.checkpoint.config, model.variant, target, cache)
+    if show and seconds:
+        print(f"exported and planned the model in {seconds:.1f} s", file=sys.stderr)
+    return plan, seconds
+
+
+def build_objects(
+    plan: Plan,
+    partitions: tuple[PartitionPlan, ...],
+    target: Target,
+    cache: Cache,
+    jobs: int,
+    show: bool,
+) -> list[Built]:
+    """Everything these partitions need, built where it is missing; with a progress bar if `show`."""
+    keys = plan.objects(partitions) if partitions else []
+    missing = len(missing_objects(keys, cache))
+    if not show or not missing:
+        return ensure_objects(keys, target, cache, jobs)
+    with typer.progressbar(length=missing, label="compiling", file=sys.stderr) as bar:
+        return ensure_objects(keys, target, cache, jobs, lambda built: bar.update(1))
+
+
+def default_jobs() -> int:
+    """One compiler process for each core this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def compile_command(settings: CompileSettings) -> int:
+    """Compiles exactly the templates of one rank; prints what was built and what was there."""
+    started = time.perf_counter()
+    model = open_model(settings)
+    ranges = layer_ranges(model.layers, settings.world, settings.split)
+    role = block_role(settings.rank, settings.world)
+    target = named_target(settings.target_cpu or "host")
+    cache = Cache.open(settings.cache_dir)
+    plan, planned = plan_model(model, target, cache, show=False)
+    layers = ranges[settings.rank]
+    partitions = plan.for_rank(layers, role)
+    built = build_objects(
+        plan, partitions, target, cache, settings.jobs or default_jobs(), show=sys.stderr.isatty()
+    )
+    where = f"rank {settings.rank} of {settings.world} ({role.name}), layers [{layers.start}, {layers.stop})"
+    print(f"{where}, for {target.cpu}")
+    print(f"  graph: {f'exported in {planned:.2f} s' if planned else 'from the cache'}")
+    for line in _lines(built):
+        print(f"  {line}")
+    fresh = sum(not item.from_cache for item in built)
+    seconds = time.perf_counter() - started
+    print(f"  {fresh} built, {len(built) - fresh} from the cache, {seconds:.2f} s in all")
+    return 0
+
+
+def _lines(built: Iterable[Built]) -> Iterable[str]:
+    for item in built:
+        how = "from the cache" if item.from_cache else f"built in {item.seconds:.2f} s"
+        yield f"{item.name}: {how}"

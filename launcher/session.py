@@ -1,0 +1,150 @@
+"""A session: one rank made ready, from a spec to a pipeline that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+from buddy_pipeline.compile.cache import Cache
+from buddy_pipeline.compile.loader import Library
+from buddy_pipeline.compile.manifest import PartitionPlan, Plan
+from buddy_pipeline.compile.target import host_target
+from buddy_pipeline.launcher.answer import check_request
+from buddy_pipeline.launcher.building import build_objects, default_jobs, plan_model
+from buddy_pipeline.launcher.model import Model, open_model
+from buddy_pipeline.launcher.settings import RunSettings
+from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.partition.layers import block_role, layer_ranges
+from buddy_pipeline.ranks.affinity import prepare_threads, threads_for
+from buddy_pipeline.ranks.engine import Engine
+from buddy_pipeline.ranks.faults import agree, exit_alone, guarded
+from buddy_pipeline.ranks.messages import Bounds
+from buddy_pipeline.ranks.packing import check_parameters, pack_parameters
+from buddy_pipeline.ranks.serve import serve
+from buddy_pipeline.ranks.stage import Stage, StageSizes, needed_partitions
+from buddy_pipeline.ranks.transport import Loopback, Transport
+from buddy_pipeline.ranks.world import World, join_world
+
+_T = TypeVar("_T")
+
+#: Tokens of one step at most: enough to reuse weights from cache, few enough for small buffers.
+CHUNK = 512
+#: Sequences in the KV cache, and logits rows of one step.
+SLOTS = ROWS = 1
+
+
+@dataclass
+class Session:
+    """One rank of the pipeline: rank 0 has an engine, the others serve it."""
+
+    rank: int
+    engine: Engine | None
+    tokenizer: Tokenizer
+    _stage: Stage
+    _ring: Transport | Loopback
+
+    def serve(self) -> None:
+        """Ranks other than 0: computes for the pipeline until rank 0 closes it."""
+        assert isinstance(self._ring, Transport)
+        serve(self._stage, self._ring)
+
+
+@contextmanager
+def open_session(settings: RunSettings) -> Iterator[Session]:
+    """Meets the other ranks, compiles what is missing, loads this rank's weights.
+
+    What a user can mend on any rank ends all ranks with exit code 2 before anything computes.
+    """
+    try:
+        world = join_world()
+    except UserError as error:
+        exit_alone(error)
+    with guarded(world):
+        prepared = _together(world, lambda: _prepare(world, settings))
+        session = _connect(world, prepared)
+        try:
+            yield session
+        except UserError as error:
+            if session.engine is not None:
+                session.engine.close()
+            exit_alone(error)
+        if session.engine is not None:
+            session.engine.close()
+
+
+def _together(world: World, prepare: Callable[[], _T]) -> _T:
+    """Runs a preparation on every rank; a user's error on any ends all."""
+    result, error = None, None
+    try:
+        result = prepare()
+    except UserError as mistake:
+        error = str(mistake)
+    agree(world, error)
+    assert result is not None
+    return result
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """What a rank has before it meets the others to run."""
+
+    model: Model
+    tokenizer: Tokenizer
+    plan: Plan
+    stage: Stage
+
+
+def _prepare(world: World, settings: RunSettings) -> _Prepared:
+    model = open_model(settings)
+    ranges = layer_ranges(model.layers, world.world, settings.split)
+    layers, role = ranges[world.rank], block_role(world.rank, world.world)
+    tokenizer = open_tokenizer(model.checkpoint.tokenizer)
+    if world.rank == 0:
+        check_request(settings, tokenizer, model.context)
+
+    target, cache = host_target(), Cache.open(settings.cache_dir)
+    show = world.rank == 0
+    plan, _ = plan_model(model, target, cache, show)
+    partitions = needed_partitions(plan, layers, role)
+    parameters = [p for partition in partitions for p in partition.parameters]
+    check_parameters(parameters, model.checkpoint)
+    jobs = max(1, default_jobs() // world.local_size)
+    build_objects(plan, partitions, target, cache, jobs, show)
+
+    # Compiler processes inherit the affinity, so the team is bound after they are done.
+    threads = threads_for(world, settings.threads or model.spec.num_threads)
+    prepare_threads(world, threads)
+    library = _load(plan, partitions, cache) if partitions else None
+    weights = pack_parameters(parameters, model.checkpoint, threads)
+    sizes = StageSizes(CHUNK, ROWS, SLOTS, model.context, threads)
+    return _Prepared(model, tokenizer, plan, Stage(plan, layers, role, weights, library, sizes))
+
+
+def _load(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Library:
+    """The compiled code of these partitions in this process."""
+    objects = []
+    for key in plan.objects(partitions):
+        data = cache.read_object(key)
+        if data is None:
+            raise UserError(
+                f"{cache.object_path(key)} was removed or altered while this run started; start again"
+            )
+        objects.append(data)
+    symbols = [plan.templates[p.template].symbol for p in partitions]
+    return Library(objects, ["bp_run_stage", *dict.fromkeys(symbols)])
+
+
+def _connect(world: World, prepared: _Prepared) -> Session:
+    """Puts the stage on the ring."""
+    stage, plan = prepared.stage, prepared.plan
+    bounds = Bounds(prepared.model.context, SLOTS, plan.vocab_size)
+    ring: Transport | Loopback
+    if world.world == 1:
+        ring = Loopback(CHUNK, ROWS)
+    else:
+        ring = Transport(world, CHUNK, ROWS, stage.input_bytes, stage.output_bytes, bounds)
+    engine = Engine(stage, ring, bounds) if world.rank == 0 else None
+    return Session(world.rank, engine, prepared.tokenizer, stage, ring)
