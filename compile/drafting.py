@@ -1,12 +1,12 @@
-"""Drafting: a partition's fragments placed on an args table, with temporaries shared by lifetime."""
+"""Drafting: a partition's fragments on an args table, with temporaries shared by lifetime."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Node
 
-from buddy_pipeline.compile import export
+from buddy_pipeline.compile import fx_nodes
 from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.compile.islands import Island, cut_free, signature
 from buddy_pipeline.compile.kernels.attention import AttentionShape
@@ -99,10 +99,10 @@ class _Placing:
         self.draft = Draft()
         self.free: list[int] = []  # scratch indices free for reuse
 
-    def _base_names(self, names) -> tuple[str, ...]:  # type: ignore[no-untyped-def]
+    def _base_names(self, names: Iterable[str]) -> tuple[str, ...]:
         return tuple(dict.fromkeys(resolve(n, self.table) for n in names))
 
-    def _fragments(self):  # type: ignore[no-untyped-def]
+    def _fragments(self) -> Iterator[Fragment]:
         """The fragments, with linears whose result leaves the partition on their own: they write
         to the output directly."""
         for fragment in cut(self.partition, self.table):
@@ -136,9 +136,9 @@ class _Placing:
 
     def _kernel_parameters(self, fragment: Fragment) -> list[Parameter]:
         node = self.fx[fragment.nodes[0]]
-        if export.is_attention(node):
+        if fx_nodes.is_attention(node):
             return []
-        if export.is_embedding(node, self.drafter.model.parameters):
+        if fx_nodes.is_embedding(node, self.drafter.model.parameters):
             return [self._table_parameter(node)]
         weight, bias = self._linear_parameters(fragment)
         return [weight] if bias is None else [weight, bias]
@@ -150,9 +150,9 @@ class _Placing:
         return Parameter("plain", (WeightPart(aliases, (), shape, False),), 0)
 
     def _table_parameter(self, node: Node) -> Parameter:
-        table = node.args[0]
-        shape = tuple(table.meta["val"].shape)  # type: ignore[union-attr]
-        aliases = self.drafter.model.parameters[table.name]  # type: ignore[union-attr]
+        table: Node = fx_nodes.arguments(node)[0]
+        shape = tuple(fx_nodes.value_of(table).shape)
+        aliases = self.drafter.model.parameters[table.name]
         return Parameter("panels", (WeightPart(aliases, (), shape, False),), self.panel)
 
     def _linear_parameters(self, fragment: Fragment) -> tuple[Parameter, Parameter | None]:
@@ -161,10 +161,10 @@ class _Placing:
         parts = []
         for name in fragment.nodes:
             node = self.fx[name]
-            weight = export.linear_weight(node, names)
+            weight = fx_nodes.linear_weight(node, names)
             assert weight is not None
-            bias = export.linear_bias(node)
-            transposed = export.is_transposed(node)
+            bias = fx_nodes.linear_bias(node)
+            transposed = fx_nodes.is_transposed(node)
             shape = tuple(weight.meta["val"].shape)
             aliases = names[bias.name] if bias is not None else ()
             parts.append(WeightPart(names[weight.name], aliases, shape, transposed))
@@ -260,18 +260,20 @@ class _Placing:
 
     def _place_kernel(self, fragment: Fragment) -> Item:
         node = self.fx[fragment.nodes[0]]
-        if export.is_attention(node):
+        if fx_nodes.is_attention(node):
             return self._place_attention(node)
-        if export.is_embedding(node, self.drafter.model.parameters):
-            ids = self._row(node.args[1])
-            depth = int(node.args[0].meta["val"].shape[1])  # type: ignore[union-attr]
-            table = self._parameter_word(self._table_parameter(node))
-            return Embedding(ids, self._place(node.name), table, depth)
+        if fx_nodes.is_embedding(node, self.drafter.model.parameters):
+            parameter = self._table_parameter(node)
+            return Embedding(
+                ids=self._row(fx_nodes.arguments(node)[1]),
+                out=self._place(node.name),
+                table=self._parameter_word(parameter),
+                depth=parameter.parts[0].columns,
+            )
         return self._place_linear(fragment)
 
-    def _row(self, argument: object) -> Row:
+    def _row(self, argument: Node) -> Row:
         """Where an argument's value lies."""
-        assert isinstance(argument, Node)
         return self.rows[resolve(argument.name, self.table)]
 
     def _place(self, name: str) -> Row:
@@ -293,17 +295,17 @@ class _Placing:
             for name, count in zip(fragment.nodes, panels, strict=True):
                 self.rows[name] = replace(out, column=column)
                 column += count * self.panel
-        x = self._row(export.linear_row(self.fx[fragment.nodes[0]]))
+        x = self._row(fx_nodes.linear_row(self.fx[fragment.nodes[0]]))
         bias_word = None if bias is None else self._parameter_word(bias)
         depth = weight.parts[0].columns
         return Linear(x, out, self._parameter_word(weight), bias_word, depth, sum(panels))
 
     def _place_attention(self, node: Node) -> Attention:
-        q, k, v, _, scale, window, softcap = node.args
-        heads, key = q.meta["val"].shape[1], q.meta["val"].shape[3]  # type: ignore[union-attr]
-        kv_heads, value = k.meta["val"].shape[1], v.meta["val"].shape[3]  # type: ignore[union-attr]
+        q, k, v, _, scale, window, softcap = fx_nodes.arguments(node)
+        _, heads, _, key = fx_nodes.value_of(q).shape
+        _, kv_heads, _, value = fx_nodes.value_of(v).shape
         self.draft.kv.append(KvLayer(kv_heads, key, value))
-        shape = AttentionShape(key, value, heads // kv_heads, float(softcap) != 0.0)  # type: ignore[arg-type]
+        shape = AttentionShape(key, value, heads // kv_heads, softcap != 0.0)
         return Attention(
             q=self._row(q),
             k=self._row(k),
@@ -312,9 +314,9 @@ class _Placing:
             shape=shape,
             kv_heads=kv_heads,
             kv=len(self.draft.kv) - 1,  # numbered when the temporaries are known
-            scale=float(scale),  # type: ignore[arg-type]
-            window=int(window),  # type: ignore[call-overload]
-            softcap=float(softcap),  # type: ignore[arg-type]
+            scale=scale,
+            window=window,
+            softcap=softcap,
         )
 
     def _number_kv(self) -> None:

@@ -29,7 +29,8 @@ ISLAND_TO_BUFFERS = (
     " function-boundary-type-conversion=identity-layout-map},"
     "buffer-results-to-out-params{modify-public-functions=1 hoist-static-allocs=1},"
     "canonicalize,cse,"
-    "func.func(promote-buffers-to-stack{max-alloc-size-in-bytes=1048576 max-rank-of-allocated-memref=8}))"
+    "func.func(promote-buffers-to-stack{max-alloc-size-in-bytes=1048576"
+    " max-rank-of-allocated-memref=8}))"
 )
 #: Then loops over one row, which LLVM vectorises: bodies are straight arithmetic after inlining.
 ISLAND_TO_LOOPS = (

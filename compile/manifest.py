@@ -59,7 +59,7 @@ class Value:
 
 @dataclass(frozen=True)
 class WeightPart:
-    """One matrix inside a packed parameter: names are alternatives, the first that exists counts."""
+    """One matrix inside a packed parameter; of alternative names the first that exists counts."""
 
     weight: tuple[str, ...]
     bias: tuple[str, ...]  # empty: no bias
@@ -81,8 +81,8 @@ class WeightPart:
 class Parameter:
     """A weight as a template wants it.
 
-    `layout` is "panels" (packed `[panel][K][panel width]`, parts one after the other, each padded to
-    whole panels), "panel_bias" (biases of such parts in the same order, padded with zeros), or
+    `layout` is "panels" (packed `[panel][K][panel width]`, parts one after the other, each padded
+    to whole panels), "panel_bias" (biases of such parts in the same order, padded with zeros), or
     "plain" (f32, as stored).
     """
 

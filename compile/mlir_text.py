@@ -111,7 +111,7 @@ class Text:
         with self.block(f"scf.if {condition}"):
             yield
 
-    def switch(self, value: str, cases: Mapping[int, Callable[[], None]]) -> None:
+    def switch(self, value: str, cases: Mapping[int, Callable[[], object]]) -> None:
         """An `scf.index_switch` on an i64; values without a case do nothing."""
         self.line(f"scf.index_switch {self.op(f'arith.index_cast {value} : i64 to index')}")
         for number, body in cases.items():

@@ -1,5 +1,6 @@
-"""The plan of a whole model: every partition bound to a template, every template written as MLIR."""
+"""The plan of a whole model: partitions bound to templates, templates written as MLIR."""
 
+import base64
 import hashlib
 import json
 from collections.abc import Iterator
@@ -120,8 +121,6 @@ def _values(plans: list[PartitionPlan], drafter: Drafter) -> Iterator[tuple[str,
 
 
 def _constant(model: ExportedModel, name: str) -> Constant:
-    import base64
-
     value = model.constants.get(name)
     if value is None:
         value = _evaluate(model, name)

@@ -7,6 +7,7 @@ parameters and temporaries, and KV offsets), so layers of one structure share th
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from buddy_pipeline.compile.kernels import attention, embedding, linear
 from buddy_pipeline.compile.kernels.attention import AttentionShape
@@ -127,12 +128,11 @@ class Draft:
         found: dict[str, Callable[[], str]] = {}
         for item in self.items:
             if isinstance(item, Linear):
-                found[linear.linear_name()] = lambda: linear.emit_linear(target)
+                found[linear.linear_name()] = partial(linear.emit_linear, target)
             elif isinstance(item, Attention):
-                shape = item.shape
-                found[shape.name] = lambda shape=shape: attention.emit_attention(target, shape)
+                found[item.shape.name] = partial(attention.emit_attention, target, item.shape)
             elif isinstance(item, Embedding):
-                found[embedding.EMBEDDING] = lambda: embedding.emit_embedding(target)
+                found[embedding.EMBEDDING] = partial(embedding.emit_embedding, target)
         return found
 
 

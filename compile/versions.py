@@ -1,4 +1,4 @@
-"""What decides whether compiled things are still good: our own source and the compilers' versions."""
+"""What decides whether compiled things are still good: our source and the compilers' versions."""
 
 import functools
 import hashlib

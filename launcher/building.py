@@ -32,7 +32,7 @@ def build_objects(
     jobs: int,
     show: bool,
 ) -> list[Built]:
-    """Everything these partitions need, built where it is missing; with a progress bar if `show`."""
+    """All that these partitions need, built where it is missing; `show` draws a progress bar."""
     keys = plan.objects(partitions) if partitions else []
     missing = len(missing_objects(keys, cache))
     if not show or not missing:
@@ -60,8 +60,8 @@ def compile_command(settings: CompileSettings) -> int:
     built = build_objects(
         plan, partitions, target, cache, settings.jobs or default_jobs(), show=sys.stderr.isatty()
     )
-    where = f"rank {settings.rank} of {settings.world} ({role.name}), layers [{layers.start}, {layers.stop})"
-    print(f"{where}, for {target.cpu}")
+    block = f"layers [{layers.start}, {layers.stop})"
+    print(f"rank {settings.rank} of {settings.world} ({role.name}), {block}, for {target.cpu}")
     print(f"  graph: {f'exported in {planned:.2f} s' if planned else 'from the cache'}")
     for line in _lines(built):
         print(f"  {line}")

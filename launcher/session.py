@@ -130,7 +130,7 @@ def _load(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Li
         data = cache.read_object(key)
         if data is None:
             raise UserError(
-                f"{cache.object_path(key)} was removed or altered while this run started; start again"
+                f"{cache.object_path(key)} was removed or altered during the start: start again"
             )
         objects.append(data)
     symbols = [plan.templates[p.template].symbol for p in partitions]

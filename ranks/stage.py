@@ -149,8 +149,9 @@ class Stage:
                     places[name] = aligned_zeros(shape, np.float32)
             for name in dict.fromkeys((*partition.inputs, *partition.outputs)):
                 place = places[name]
-                own = isinstance(place, np.ndarray) and place is not self._result
-                if own and last[name] == number:
+                if not isinstance(place, np.ndarray) or place is self._result:
+                    continue
+                if last[name] == number:
                     free.setdefault(plan.values[name].row_bytes, []).append(place)
 
     def _bind(

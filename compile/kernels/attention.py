@@ -123,12 +123,12 @@ def _emit_store(t: Text, target: Target, shape: AttentionShape) -> None:
                 to = t.gep(values, t.mul(head.index, value_head))
                 to = t.gep(to, t.mul(position, t.constant(shape.value_stride)))
                 whole = shape.value // lanes * lanes
-                for d in range(0, whole, lanes):
-                    t.store(t.load(t.gep(source, d), vector), t.gep(to, d), vector)
-                for d in range(whole, shape.value):
-                    t.store(t.load(t.gep(source, d), "f32"), t.gep(to, d), "f32")
-                for d in range(shape.value, shape.value_stride):
-                    t.store(t.constant(0.0, "f32"), t.gep(to, d), "f32")
+                for e in range(0, whole, lanes):
+                    t.store(t.load(t.gep(source, e), vector), t.gep(to, e), vector)
+                for e in range(whole, shape.value):
+                    t.store(t.load(t.gep(source, e), "f32"), t.gep(to, e), "f32")
+                for e in range(shape.value, shape.value_stride):
+                    t.store(t.constant(0.0, "f32"), t.gep(to, e), "f32")
         t.line("return")
 
 

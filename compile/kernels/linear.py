@@ -179,7 +179,7 @@ def _emit_tile(t: Text, target: Target, shape: TileShape) -> None:
 
 
 def _emit_copy_rows(t: Text, target: Target) -> None:
-    """`copy_rows(x, ldx, to, rows, depth)`: rows of x, `depth` elements each, `ROW_STRIDE` apart."""
+    """`copy_rows(x, ldx, to, rows, depth)`: rows of `depth` elements, `ROW_STRIDE` apart."""
     lanes = target.lanes
     vector = f"vector<{lanes}xf32>"
     args = [
@@ -296,7 +296,7 @@ def _emit_few_tokens(t: Text, target: Target, rows: int) -> None:
 
 
 def _emit_many_tokens(t: Text, target: Target) -> None:
-    """`many_tokens(…)`: blocks of tokens × blocks of K; the team shares (token block, panel) units."""
+    """`many_tokens(…)`: blocks of tokens × K; the team shares (token block, panel) units."""
     args = [*SIGNATURE[:9], ("low", "i64"), ("high", "i64"), ("scratch", "!llvm.ptr")]
     most = target.tile_rows * BLOCK_TILES
     with t.function("many_tokens", args, private=True):
@@ -371,8 +371,11 @@ def _emit_entry(t: Text, target: Target) -> None:
                 t.call("copy_rows", _copy_args(t.gep("%x", k.index), to, "%tokens", depth))
             t.call(f"few_tokens_{rows}", range_args("%scratch"))
 
-        cases = {rows: partial(few, rows) for rows in range(2, target.tile_rows + 1)}
-        t.switch("%tokens", {1: partial(t.call, "one_token", range_args("%x")), **cases})
+        cases: dict[int, Callable[[], object]] = {
+            rows: partial(few, rows) for rows in range(2, target.tile_rows + 1)
+        }
+        cases[1] = partial(t.call, "one_token", range_args("%x"))
+        t.switch("%tokens", cases)
         with t.when(t.compare("ugt", "%tokens", t.constant(target.tile_rows))):
             units = t.mul(_ceil_div(t, "%tokens", target.tile_rows * BLOCK_TILES), "%panels")
             first = _share(t, "%tid", units, "%team")
