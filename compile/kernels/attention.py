@@ -172,7 +172,10 @@ def _emit_rows(t: Text, target: Target, shape: AttentionShape, rows: int) -> Non
 
         block_low = t.mul(t.binary("arith.divui", "%first", block), block)
         end = t.add("%last", one)
-        carried = [(lowest, vector)] * rows + [(empty, vector)] * rows
+        # Maxima start at the lowest finite number: of a block whose scores are all -inf, exp(-inf
+        # - maximum) is then 0, not NaN.
+        least = t.op(f"arith.constant dense<0xFF7FFFFF> : {vector}")
+        carried = [(least, vector)] * rows + [(empty, vector)] * rows
         with t.loop(block_low, end, block, carried) as walk:
             maxima, totals = walk.carried[:rows], walk.carried[rows:]
             start = walk.index
