@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterator
 
-from buddy_pipeline.compile.codegen import optimise, target_machine
+import llvmlite.binding as llvm
+
+from buddy_pipeline.compile.codegen import target_machine
 from buddy_pipeline.compile.target import Target
 
 _LABEL = re.compile(r"(\.L\w+):")
@@ -17,7 +19,7 @@ _SCALAR = {
 }
 #: Arithmetic on a whole vector of floats.
 _PACKED = {
-    "x86_64": r"v?(add|sub|mul|div|max|min|sqrt|fn?m(add|sub)\d+)ps$",
+    "x86_64": r"v?(add|sub|mul|div|max|min|sqrt|fn?m(add|sub)\d+|dpbf16)ps$",
     "aarch64": r"f(add|sub|mul|div|max|min|mla|mls|maxnm|minnm) v\d+\.4s",
     "riscv64": r"vf(add|sub|mul|div|rdiv|max|min|n?macc|n?msac|n?madd|n?msub)\.v[vf]$",
 }
@@ -66,9 +68,9 @@ class Code:
         return [Code(self.lines[low : high + 1], self._architecture) for low, high in inner]
 
 
-def functions(ir_text: str, symbol: str, target: Target) -> dict[str, Code]:
-    """The optimised code of an LLVM IR module, by function name."""
-    assembly = target_machine(target).emit_assembly(optimise([ir_text], symbol, target))
+def functions(module: llvm.ModuleRef, target: Target) -> dict[str, Code]:
+    """The code of an optimised module, by function name."""
+    assembly = target_machine(target).emit_assembly(module)
     return dict(_split(assembly, target.triple.split("-")[0]))
 
 

@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from buddy_pipeline.compile.codegen import compile_object
+from buddy_pipeline.compile.formats import FORMATS, WeightFormat
+from buddy_pipeline.compile.formats.base import panel_bytes
 from buddy_pipeline.compile.kernels import attention, driver, embedding, linear
-from buddy_pipeline.compile.kernels.attention import AttentionShape
+from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.lowering import lower_kernel
-from buddy_pipeline.compile.manifest import KvLayer, StepWord
+from buddy_pipeline.compile.manifest import KV_SPAN, SPLIT_UNITS, KvLayer, StepWord
 from buddy_pipeline.compile.target import Target, host_target, named_target
 from buddy_pipeline.ranks.kv_cache import KvCache
 from buddy_pipeline.ranks.memory_blocks import aligned_zeros
@@ -26,6 +28,9 @@ from buddy_pipeline.ranks.memory_blocks import aligned_zeros
 #: Unit roundoff of float32.
 ROUNDOFF = 2.0**-24
 
+#: Cached elements as NumPy sees them; all bits of a 16-bit word but the sign are a NaN in bf16 and
+#: in f16.
+_CACHED = {"f32": np.float32, "bf16": np.uint16, "f16": np.uint16}
 _CTYPES = {"!llvm.ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 
 Arguments = Sequence[Any]
@@ -107,15 +112,30 @@ def rows_of(array: np.ndarray, stride: int | None = None) -> np.ndarray:
     return result
 
 
-def panels_of(weight: np.ndarray, target: Target) -> np.ndarray:
-    """[outputs, inputs] as [panels, inputs, panel]; missing outputs are zero."""
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 numbers rounded to the nearest of "f32", "bf16" or "f16", ties to even."""
+    if dtype == "f32":
+        return values
+    if dtype == "f16":
+        return values.astype(np.float16).astype(np.float32)
+    return (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
+
+
+def bf16_bits(values: np.ndarray) -> np.ndarray:
+    """The upper halves of float32 numbers, rounded to the nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
+    upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, upper).astype(np.uint16)
+
+
+def panels_of(weight: np.ndarray, target: Target, form: WeightFormat) -> np.ndarray:
+    """[outputs, inputs], rounded to the format's numbers, as packed panels."""
     outputs, inputs = weight.shape
-    panels = -(-outputs // target.panel)
-    padded = aligned((panels * target.panel, inputs), 0.0)
-    padded[:outputs] = weight
-    packed = aligned((panels, inputs, target.panel))
-    packed[:] = padded.reshape(panels, target.panel, inputs).transpose(0, 2, 1)
-    return packed
+    count = -(-outputs // target.panel)
+    panels = aligned_zeros((count, panel_bytes(form, inputs, target.panel)), np.uint8)
+    sources = {"f32": weight, "f16": weight.astype(np.float16), "bf16": bf16_bits(weight)}
+    form.pack(sources[form.source], panels)
+    return panels
 
 
 def run_linear(
@@ -124,12 +144,13 @@ def run_linear(
     weight: np.ndarray,
     bias: np.ndarray | None = None,
     team: int = 1,
+    form: str = "f32",
 ) -> np.ndarray:
     """x [tokens, inputs] · weightᵀ [outputs, inputs] + bias through the linear kernel."""
     tokens, depth = x.shape
     outputs = len(weight)
-    kernel = _linear_kernel(target)
-    packed = panels_of(weight, target)
+    kernel = _linear_kernel(target, form)
+    packed = panels_of(weight, target, FORMATS[form])
     width = packed.shape[0] * target.panel
     padded_bias = None
     if bias is not None:
@@ -137,7 +158,7 @@ def run_linear(
         padded_bias[:outputs] = bias
     rows = rows_of(x)
     out = aligned((tokens + 1, row_stride(width)), 7.0)
-    size = linear.linear_scratch_bytes(target, depth) // 4
+    size = linear.linear_scratch_bytes(target, FORMATS[form], depth) // 4
 
     def work(tid: int) -> None:
         scratch = aligned((size + 16,))
@@ -164,15 +185,18 @@ def run_linear(
 
 
 @functools.cache
-def _linear_kernel(target: Target) -> Callable[..., None]:
+def _linear_kernel(target: Target, form: str) -> Callable[..., None]:
     kinds = tuple(kind for _, kind in linear.SIGNATURE)
-    return load(linear.emit_linear(target), linear.linear_name(), target, kinds)
+    text = linear.emit_linear(target, FORMATS[form])
+    return load(text, linear.linear_name(FORMATS[form]), target, kinds)
 
 
-def run_embedding(target: Target, ids: np.ndarray, table: np.ndarray, team: int = 1) -> np.ndarray:
+def run_embedding(
+    target: Target, ids: np.ndarray, table: np.ndarray, team: int = 1, form: str = "f32"
+) -> np.ndarray:
     """table [vocabulary, depth] [ids] through the embedding kernel."""
-    kernel = _embedding_kernel(target)
-    packed = panels_of(table, target)
+    kernel = _embedding_kernel(target, form)
+    packed = panels_of(table, target, FORMATS[form])
     out = aligned((len(ids) + 1, row_stride(table.shape[1])), 7.0)
 
     def work(tid: int) -> None:
@@ -184,9 +208,10 @@ def run_embedding(target: Target, ids: np.ndarray, table: np.ndarray, team: int 
 
 
 @functools.cache
-def _embedding_kernel(target: Target) -> Callable[..., None]:
+def _embedding_kernel(target: Target, form: str) -> Callable[..., None]:
     kinds = tuple(kind for _, kind in embedding.SIGNATURE)
-    return load(embedding.emit_embedding(target), embedding.EMBEDDING, target, kinds)
+    text = embedding.emit_embedding(target, FORMATS[form])
+    return load(text, embedding.embedding_name(FORMATS[form]), target, kinds)
 
 
 class Attending:
@@ -208,10 +233,12 @@ class Attending:
         kinds = tuple(kind for _, kind in attention.SIGNATURE)
         self._kernel = load(_attention_text(target, shape), shape.name, target, kinds)
         self._scratch_bytes = attention.attention_scratch_bytes(target, shape)
-        layer = KvLayer(kv_heads, shape.key, shape.value)
-        self.cache = KvCache([KvLayer(1, 3, 5), layer], slots, context)
-        for memory in self.cache._memory:
-            memory.fill(np.nan)
+        self._partial_bytes = attention.partial_bytes(target, shape)
+        layer = KvLayer(kv_heads, shape.key, shape.value, shape.cache)
+        self.cache = KvCache([KvLayer(1, 3, 5, shape.cache), layer], slots, context)
+        self.memory = [m.view(_CACHED[shape.cache]) for m in self.cache._memory]
+        for memory in self.memory:
+            memory.fill(0x7FFF if memory.dtype == np.uint16 else np.nan)
 
     def step(
         self,
@@ -232,6 +259,8 @@ class Attending:
         out = aligned((tokens + 1, row_stride(width)), 7.0)
         stride = self._scratch_bytes + 64
         scratch = aligned((team * stride // 4,))
+        spans = -(-self.cache.capacity // KV_SPAN)
+        partials = aligned((SPLIT_UNITS * team * spans * self._partial_bytes // 4 + 16,))
         barrier = aligned_zeros((16,), np.int64)
         record = np.zeros(len(StepWord), np.int64)
         for word, value in {
@@ -244,6 +273,7 @@ class Attending:
             StepWord.SLOT_CAPACITY: self.cache.capacities.ctypes.data,
             StepWord.SCRATCH: scratch.ctypes.data,
             StepWord.SCRATCH_STRIDE: stride,
+            StepWord.PARTIALS: partials.ctypes.data,
         }.items():
             record[word.value] = value
         arguments: list[Any] = []
@@ -253,6 +283,7 @@ class Attending:
         in_team(team, lambda tid: self._kernel(*arguments, record, tid))
         gaps = scratch.reshape(team, -1)[:, -16:]
         assert np.isnan(gaps).all(), "wrote behind its scratch"
+        assert np.isnan(partials[-16:]).all(), "wrote behind the partial results"
         assert (out[:, width:] == 7.0).all() and (out[tokens:] == 7.0).all()
         return out[:tokens, :width].reshape(tokens, -1, self.shape.value)
 

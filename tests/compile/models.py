@@ -7,6 +7,7 @@ from buddy_pipeline.compile.drafting import Drafted, Drafter
 from buddy_pipeline.compile.export import ExportedModel, export_model
 from buddy_pipeline.compile.islands import Island, import_island, signature
 from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.partition.graph import GraphNode
 from buddy_pipeline.partition.ownership import partition_graph
 from tests.checkpoints import tiny_config
@@ -31,9 +32,9 @@ class Model:
         self.partitions = partition_graph(self.exported.nodes)
         self._texts: dict[str, str] = {}
 
-    def drafts(self, target: Target) -> dict[str, Drafted]:
+    def drafts(self, target: Target, variant: str = "f32") -> dict[str, Drafted]:
         """The draft of each partition, by its name."""
-        drafter = Drafter(self.exported, self.table, target)
+        drafter = Drafter(self.exported, self.table, target, VARIANTS[variant])
         return {p.name: drafter.draft(p) for p in self.partitions}
 
     def islands(self, target: Target) -> dict[str, Island]:

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buddy_pipeline.compile.kernels.attention import AttentionShape
+from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.target import Target
-from tests.compile.harness import Attending, assert_same_bits, host, runnable_targets
+from tests.compile.harness import Attending, assert_same_bits, host, rounded, runnable_targets
 
 on_each_target = pytest.mark.parametrize("target", runnable_targets())
 
@@ -41,8 +41,8 @@ class Sequence:
 
     def attended(self, scale: float, window: int = 0, softcap: float = 0.0) -> np.ndarray:
         """What causal attention gives in float64: [length, heads, value]."""
-        repeat = self.shape.group
-        k, v = (a.astype(np.float64).repeat(repeat, axis=1) for a in (self.k, self.v))
+        cached = (rounded(part, self.shape.cache) for part in (self.k, self.v))
+        k, v = (part.astype(np.float64).repeat(self.shape.group, axis=1) for part in cached)
         scores = np.einsum("thd,shd->hts", self.q.astype(np.float64), k) * scale
         if softcap:
             scores = softcap * np.tanh(scores / softcap)
@@ -63,15 +63,16 @@ def close(got: np.ndarray, expected: np.ndarray) -> None:
 
 
 SHAPES = [
-    AttentionShape(64, 64, 3, False),
-    AttentionShape(20, 20, 1, False),
-    AttentionShape(13, 13, 5, False),
-    AttentionShape(22, 22, 3, True),
-    AttentionShape(1, 1, 1, False),
-    AttentionShape(7, 33, 2, False),
-    AttentionShape(128, 128, 7, False),
-    AttentionShape(255, 256, 16, False),
-    AttentionShape(256, 256, 2, True),
+    AttentionShape(64, 64, 3, False, "f32"),
+    AttentionShape(20, 20, 1, False, "f16"),
+    AttentionShape(13, 13, 5, False, "bf16"),
+    AttentionShape(22, 22, 3, True, "f32"),
+    AttentionShape(1, 1, 1, False, "f32"),
+    AttentionShape(7, 33, 2, False, "f16"),
+    AttentionShape(128, 128, 7, False, "f32"),
+    AttentionShape(36, 36, 32, False, "bf16"),
+    AttentionShape(255, 256, 16, False, "f32"),
+    AttentionShape(256, 256, 2, True, "bf16"),
 ]
 
 
@@ -92,7 +93,7 @@ def test_prefill_and_decode(target: Target, shape: AttentionShape) -> None:
 @on_each_target
 @pytest.mark.parametrize("window", [1, 2, 13, 31, 32, 33, 64, 100, 1000])
 def test_sliding_window(target: Target, window: int) -> None:
-    shape = AttentionShape(13, 13, 5, False)
+    shape = AttentionShape(13, 13, 5, False, "f32")
     sequence = Sequence(shape, 1, 100)
     bench = Attending(target, shape, window=window)
     got = bench.step(*sequence.part(slice(None)), range(100))
@@ -103,7 +104,7 @@ def test_sliding_window(target: Target, window: int) -> None:
 
 @on_each_target
 def test_a_window_reads_nothing_before_it(target: Target) -> None:
-    shape = AttentionShape(20, 20, 1, False)
+    shape = AttentionShape(20, 20, 1, False, "f32")
     sequence = Sequence(shape, 1, 90)
     sequence.k[:30] = np.nan
     sequence.v[:30] = np.inf
@@ -136,26 +137,45 @@ def test_chunks_and_teams_change_no_bit(target: Target, shape: AttentionShape, w
     assert_same_bits(run([33], 3), whole)
 
 
-@given(st.integers(1, 4), st.sampled_from([0, 5, 40]), st.integers(0, 2**32))
+@on_each_target
+@pytest.mark.parametrize("window", [0, 100, 300])
+def test_a_long_cache_split_among_threads_changes_no_bit(target: Target, window: int) -> None:
+    """Positions on both sides of where spans begin."""
+    shape = AttentionShape(13, 13, 5, False, "f32")
+    sequence = Sequence(shape, 2, 600)
+    whole = Attending(target, shape, kv_heads=2, window=window, context=600)
+    prefilled = whole.step(*sequence.part(slice(None)), range(600))
+    close(prefilled, sequence.attended(0.25, window))
+    for t in (254, 255, 256, 257, 300, 511, 512, 513, 599):
+        for team in (1, 2, 3):
+            got = whole.step(*sequence.part(slice(t, t + 1)), [t], team=team)
+            assert_same_bits(got, prefilled[t : t + 1])
+    pair = [250, 590]
+    assert_same_bits(whole.step(*sequence.part(pair), pair, team=2), prefilled[pair])
+
+
+@given(st.integers(1, 4), st.sampled_from([0, 5, 40, 270]), st.integers(0, 2**32))
 def test_many_sequences_in_any_order_of_slots_chunks_and_tokens(
     slots: int, window: int, seed: int
 ) -> None:
     """Each sequence comes out with the bits that it has alone."""
     random = np.random.default_rng(seed)
-    shape = AttentionShape(13, 13, 5, False)
-    sequences = [Sequence(shape, 2, int(random.integers(1, 76)), slot) for slot in range(slots)]
-    common = Attending(host(), shape, kv_heads=2, slots=slots, window=window)
+    shape = AttentionShape(13, 13, 5, False, "f32")
+    sequences = [Sequence(shape, 2, int(random.integers(1, 330)), slot) for slot in range(slots)]
+    common = Attending(host(), shape, kv_heads=2, slots=slots, window=window, context=330)
     got = [np.zeros((s.length, 10, 13), np.float32) for s in sequences]
     done = [0] * slots
     while any(d < s.length for d, s in zip(done, sequences, strict=True)):
         chosen = []
         for slot, sequence in enumerate(sequences):
-            count = int(random.integers(0, sequence.length - done[slot] + 1))
+            most = min(100, sequence.length - done[slot])
+            count = int(random.integers(0, most + 1))
             chosen += [(slot, done[slot] + i) for i in range(count)]
             done[slot] += count
         if not chosen:
             continue
-        random.shuffle(chosen)
+        if random.random() < 0.5:
+            random.shuffle(chosen)
         parts = [
             np.stack([getattr(sequences[slot], name)[t] for slot, t in chosen]) for name in "qkv"
         ]
@@ -164,7 +184,7 @@ def test_many_sequences_in_any_order_of_slots_chunks_and_tokens(
         for row, (slot, t) in zip(rows, chosen, strict=True):
             got[slot][t] = row
     for slot, sequence in enumerate(sequences):
-        alone = Attending(host(), shape, kv_heads=2, window=window)
+        alone = Attending(host(), shape, kv_heads=2, window=window, context=330)
         whole = alone.step(*sequence.part(slice(None)), range(sequence.length))
         assert_same_bits(got[slot], whole)
         close(whole, sequence.attended(0.25, window))
@@ -174,7 +194,7 @@ def test_many_sequences_in_any_order_of_slots_chunks_and_tokens(
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("place", ["q", "k", "v"])
 def test_what_is_not_finite_stays_in_its_sequence(target: Target, bad: float, place: str) -> None:
-    shape = AttentionShape(13, 13, 5, False)
+    shape = AttentionShape(13, 13, 5, False, "f32")
     sequences = [Sequence(shape, 1, 50, seed) for seed in range(3)]
     owners = np.repeat([0, 1, 2], 50)
     places = list(range(50)) * 3
@@ -206,27 +226,29 @@ def test_what_is_not_finite_stays_in_its_sequence(target: Target, bad: float, pl
 
 @on_each_target
 def test_a_score_of_minus_infinity_weighs_nothing(target: Target) -> None:
-    """Even where it fills a whole block of the cache, before or between finite ones."""
-    shape = AttentionShape(4, 4, 1, False)
-    sequence = Sequence(shape, 1, 100)
+    """Even where it fills a whole block or a whole span of the cache, before finite ones."""
+    shape = AttentionShape(4, 4, 1, False, "f32")
+    sequence = Sequence(shape, 1, 400)
     sequence.q[:, 0, 0] = 1.0
     sequence.k[:, 0, 0] = 0.0
-    sequence.k[:70, 0, 0] = -np.inf
-    sequence.k[0, 0, 0] = 0.0
-    expected = sequence.attended(0.25)
-    got = Attending(target, shape).step(*sequence.part(slice(None)), range(100))
-    close(got, expected)
-    sequence.k[0, 0, 0] = -np.inf
+    sequence.k[:300, 0, 0] = -np.inf
     with np.errstate(invalid="ignore"):
         expected = sequence.attended(0.25)
-    got = Attending(target, shape).step(*sequence.part(slice(None)), range(100))
-    assert np.isnan(got[:70]).all()  # 0 / 0
-    close(got[70:], expected[70:])
+    bench = Attending(target, shape, context=400)
+    got = bench.step(*sequence.part(slice(None)), range(400))
+    assert np.isnan(got[:300]).all()  # 0 / 0
+    close(got[300:], expected[300:])
+    for team in (1, 2):
+        last = bench.step(*sequence.part(slice(399, 400)), [399], team=team)
+        assert_same_bits(last, got[399:])
+    sequence.k[0, 0, 0] = 0.0
+    bench = Attending(target, shape, context=400)
+    close(bench.step(*sequence.part(slice(None)), range(400)), sequence.attended(0.25))
 
 
 @on_each_target
 def test_scores_of_any_size_neither_overflow_nor_vanish(target: Target) -> None:
-    shape = AttentionShape(8, 8, 1, False)
+    shape = AttentionShape(8, 8, 1, False, "f32")
     for size in (1e-30, 1e4, 1e18):
         sequence = Sequence(shape, 1, 60)
         sequence.q *= size
@@ -238,7 +260,7 @@ def test_scores_of_any_size_neither_overflow_nor_vanish(target: Target) -> None:
 
 @on_each_target
 def test_a_slot_used_again_remembers_nothing(target: Target) -> None:
-    shape = AttentionShape(13, 13, 5, False)
+    shape = AttentionShape(13, 13, 5, False, "f32")
     first, second = Sequence(shape, 1, 90), Sequence(shape, 1, 40, seed=1)
     bench = Attending(target, shape)
     bench.step(*first.part(slice(None)), range(90))
@@ -249,10 +271,10 @@ def test_a_slot_used_again_remembers_nothing(target: Target) -> None:
 
 @on_each_target
 def test_other_layers_of_the_cache_stay_as_they_are(target: Target) -> None:
-    shape = AttentionShape(20, 20, 1, False)
+    shape = AttentionShape(20, 20, 1, False, "f32")
     bench = Attending(target, shape, context=64)
     sequence = Sequence(shape, 1, 64)
     bench.step(*sequence.part(slice(None)), range(64))
-    (memory,) = bench.cache._memory
+    (memory,) = bench.memory
     layer = bench.cache.offsets[1] * bench.cache.capacity
     assert np.isnan(memory[:layer]).all() and not np.isnan(memory[layer:]).any()
