@@ -17,7 +17,7 @@ from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.settings import RunSettings
 from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.partition.layers import block_role, layer_ranges
+from buddy_pipeline.partition.layers import BlockRole, block_role, layer_ranges
 from buddy_pipeline.ranks.affinity import prepare_threads, threads_for
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.faults import agree, exit_alone, guarded
@@ -63,13 +63,19 @@ def open_session(settings: RunSettings) -> Iterator[Session]:
     except UserError as error:
         exit_alone(error)
     with guarded(world):
-        prepared = _together(world, lambda: _prepare(world, settings))
-        session = _connect(world, prepared)
+        # What costs nothing to find out comes first. Then one rank of each host makes the plan, so
+        # that a model that cannot be planned is not tried by one rank after the other.
+        opened = _together(world, lambda: _open(world, settings))
+        if world.world > 1:
+            _together(world, lambda: _plan(world, opened) if world.local_rank == 0 else None)
+        plan, stage = _together(world, lambda: _load(world, opened, settings.threads))
+        session = _connect(world, opened, plan, stage)
         try:
             yield session
         except UserError as error:
-            if session.engine is not None:
-                session.engine.close()
+            if session.engine is None:
+                raise
+            session.engine.close()
             exit_alone(error)
         if session.engine is not None:
             session.engine.close()
@@ -77,53 +83,61 @@ def open_session(settings: RunSettings) -> Iterator[Session]:
 
 def _together(world: World, prepare: Callable[[], _T]) -> _T:
     """Runs a preparation on every rank; a user's error on any ends all."""
-    result, error = None, None
+    outcome: _T | UserError
     try:
-        result = prepare()
+        outcome = prepare()
     except UserError as mistake:
-        error = str(mistake)
-    agree(world, error)
-    assert result is not None
-    return result
+        outcome = mistake
+    agree(world, str(outcome) if isinstance(outcome, UserError) else None)
+    assert not isinstance(outcome, UserError)
+    return outcome
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """What a rank has before it meets the others to run."""
+class _Opened:
+    """What a rank knows before anything is compiled."""
 
     model: Model
     tokenizer: Tokenizer
-    plan: Plan
-    stage: Stage
+    layers: range
+    role: BlockRole
+    cache: Cache
 
 
-def _prepare(world: World, settings: RunSettings) -> _Prepared:
+def _open(world: World, settings: RunSettings) -> _Opened:
     model = open_model(settings)
     ranges = layer_ranges(model.layers, world.world, settings.split)
     layers, role = ranges[world.rank], block_role(world.rank, world.world)
     tokenizer = open_tokenizer(model.checkpoint.tokenizer)
     if world.rank == 0:
         check_request(settings, tokenizer, model.context)
+    return _Opened(model, tokenizer, layers, role, Cache.open(settings.cache_dir))
 
-    target, cache = host_target(), Cache.open(settings.cache_dir)
-    show = world.rank == 0
-    plan, _ = plan_model(model, target, cache, show)
-    partitions = needed_partitions(plan, layers, role)
+
+def _plan(world: World, opened: _Opened) -> Plan:
+    return plan_model(opened.model, host_target(), opened.cache, show=world.rank == 0)[0]
+
+
+def _load(world: World, opened: _Opened, wanted_threads: int | None) -> tuple[Plan, Stage]:
+    """This rank's stage: its code compiled where it is missing, its weights packed."""
+    model, target, cache = opened.model, host_target(), opened.cache
+    plan = _plan(world, opened)
+    partitions = needed_partitions(plan, opened.layers, opened.role)
     parameters = [p for partition in partitions for p in partition.parameters]
     check_parameters(parameters, model.checkpoint)
     jobs = max(1, default_jobs() // world.local_size)
-    build_objects(plan, partitions, target, cache, jobs, show)
+    build_objects(plan, partitions, target, cache, jobs, show=world.rank == 0)
 
     # Compiler processes inherit the affinity, so the team is bound after they are done.
-    threads = threads_for(world, settings.threads or model.spec.num_threads)
+    threads = threads_for(world, wanted_threads or model.spec.num_threads)
     prepare_threads(world, threads)
-    library = _load(plan, partitions, cache) if partitions else None
+    library = _link(plan, partitions, cache) if partitions else None
     weights = pack_parameters(parameters, model.checkpoint, threads)
     sizes = StageSizes(CHUNK, ROWS, SLOTS, model.context, threads)
-    return _Prepared(model, tokenizer, plan, Stage(plan, layers, role, weights, library, sizes))
+    return plan, Stage(plan, opened.layers, opened.role, weights, library, sizes)
 
 
-def _load(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Library:
+def _link(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Library:
     """The compiled code of these partitions in this process."""
     objects = []
     for key in plan.objects(partitions):
@@ -137,14 +151,13 @@ def _load(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Li
     return Library(objects, ["bp_run_stage", *dict.fromkeys(symbols)])
 
 
-def _connect(world: World, prepared: _Prepared) -> Session:
+def _connect(world: World, opened: _Opened, plan: Plan, stage: Stage) -> Session:
     """Puts the stage on the ring."""
-    stage, plan = prepared.stage, prepared.plan
-    bounds = Bounds(prepared.model.context, SLOTS, plan.vocab_size)
+    bounds = Bounds(opened.model.context, SLOTS, plan.vocab_size)
     ring: Transport | Loopback
     if world.world == 1:
         ring = Loopback(CHUNK, ROWS)
     else:
         ring = Transport(world, CHUNK, ROWS, stage.input_bytes, stage.output_bytes, bounds)
     engine = Engine(stage, ring, bounds) if world.rank == 0 else None
-    return Session(world.rank, engine, prepared.tokenizer, stage, ring)
+    return Session(world.rank, engine, opened.tokenizer, stage, ring)
