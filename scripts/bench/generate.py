@@ -105,9 +105,7 @@ def generate(
     phases += [Phase("decode", n, steps) for n in whole_numbers("--decode", decode)]
     longest = max(phase.length + phase.steps for phase in phases)
     forms: list[str | None] = [*variant] if variant else [None]
-    choices = [
-        ModelChoice(name, local_model, form, longest) for name in spec for form in forms
-    ]
+    choices = [ModelChoice(name, local_model, form, longest) for name in spec for form in forms]
     variants = [choice.open().variant for choice in choices]  # a mistake shows before any waiting
     facts = machine()
     print(describe(facts))

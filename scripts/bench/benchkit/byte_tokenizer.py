@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 #: The GGUF reader of llama.cpp wants at least one merge: a space and a "t", as GPT-2's first.
 _MERGE = ("Ġ", "t")
 _BOS, _EOS = "<|begin|>", "<|end|>"
-_CHAT_TEMPLATE = (
+CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
@@ -28,7 +28,7 @@ def write_tokenizer_files(folder: Path, config: dict[str, Any]) -> None:
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": _EOS,
-        "chat_template": _CHAT_TEMPLATE,
+        "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2))
 

@@ -21,6 +21,11 @@ _FORMAT = {"f32": "F32", "bf16": "BF16", "f16": "F16"}
 DTYPES = tuple(_ITEM_SIZE)
 
 
+def file_size(tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: str) -> int:
+    """Bytes of tensors of these shapes in `dtype`."""
+    return sum(prod(shape) for _, shape in tensors) * _ITEM_SIZE[dtype]
+
+
 def write_random_weights(
     path: Path, tensors: Sequence[tuple[str, tuple[int, ...]]], dtype: str, seed: int
 ) -> None:
@@ -45,9 +50,7 @@ def write_random_weights(
                 file.write(encode(values, dtype).data)
 
 
-def _pieces(
-    random: np.random.Generator, name: str, shape: tuple[int, ...]
-) -> Iterator[np.ndarray]:
+def _pieces(random: np.random.Generator, name: str, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     """A tensor's values in order, float32."""
     centre = 1.0 if name.endswith("norm.weight") else 0.0
     size = prod(shape)
