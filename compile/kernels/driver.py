@@ -18,7 +18,9 @@ def emit_driver(target: Target) -> str:
     """MLIR text of the module with the driver and the barrier."""
     t = Text()
     t.line("llvm.func @sched_yield() -> i32")
-    t.line("llvm.func @omp_get_thread_num() -> i32")
+    # Not omp_get_thread_num: where another OpenMP runtime is in the process (PyTorch's, say), that
+    # name may be the other's, which takes every thread of ours for the first of its own.
+    t.line("llvm.func @__kmpc_bound_thread_num(!llvm.ptr) -> i32")
     _emit_barrier(t, target)
     _emit_driver(t)
     return str(t)
@@ -31,7 +33,8 @@ def _emit_driver(t: Text) -> None:
         team = step_word(t, StepWord.TEAM)
         threads = t.op(f"arith.trunci {team} : i64 to i32")
         with t.block(f"omp.parallel num_threads({threads} : i32)"):
-            number = t.op("llvm.call @omp_get_thread_num() : () -> i32")
+            place = t.op("llvm.mlir.zero : !llvm.ptr")
+            number = t.op(f"llvm.call @__kmpc_bound_thread_num({place}) : (!llvm.ptr) -> i32")
             tid = t.op(f"arith.extsi {number} : i32 to i64")
             zero, one, two = t.constant(0), t.constant(1), t.constant(2)
             with t.loop(zero, "%count", one) as call:
