@@ -8,23 +8,21 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from buddy_pipeline.compile.cache import Cache
-from buddy_pipeline.compile.loader import Library
-from buddy_pipeline.compile.manifest import PartitionPlan, Plan
+from buddy_pipeline.compile.manifest import Plan
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.answer import check_request
-from buddy_pipeline.launcher.building import build_objects, default_jobs, plan_model
+from buddy_pipeline.launcher.building import plan_model
+from buddy_pipeline.launcher.loading import LoadedStage, StepSizes, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.settings import RunSettings
 from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.partition.layers import BlockRole, block_role, layer_ranges
-from buddy_pipeline.ranks.affinity import prepare_threads, threads_for
+from buddy_pipeline.partition.layers import layer_ranges
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.faults import agree, exit_alone, guarded
 from buddy_pipeline.ranks.messages import Bounds
-from buddy_pipeline.ranks.packing import check_parameters, pack_parameters
 from buddy_pipeline.ranks.serve import serve
-from buddy_pipeline.ranks.stage import Stage, StageSizes, needed_partitions
+from buddy_pipeline.ranks.stage import Stage
 from buddy_pipeline.ranks.transport import Loopback, Transport
 from buddy_pipeline.ranks.world import World, join_world
 
@@ -68,8 +66,8 @@ def open_session(settings: RunSettings) -> Iterator[Session]:
         opened = _together(world, lambda: _open(world, settings))
         if world.world > 1:
             _together(world, lambda: _plan(world, opened) if world.local_rank == 0 else None)
-        plan, stage = _together(world, lambda: _load(world, opened, settings.threads))
-        session = _connect(world, opened, plan, stage)
+        loaded = _together(world, lambda: _load(world, opened, settings.threads))
+        session = _connect(world, opened, loaded)
         try:
             yield session
         except UserError as error:
@@ -100,60 +98,32 @@ class _Opened:
     model: Model
     tokenizer: Tokenizer
     layers: range
-    role: BlockRole
     cache: Cache
 
 
 def _open(world: World, settings: RunSettings) -> _Opened:
     model = open_model(settings)
-    ranges = layer_ranges(model.layers, world.world, settings.split)
-    layers, role = ranges[world.rank], block_role(world.rank, world.world)
+    layers = layer_ranges(model.layers, world.world, settings.split)[world.rank]
     tokenizer = open_tokenizer(model.checkpoint.tokenizer)
     if world.rank == 0:
         check_request(settings, tokenizer, model.context)
-    return _Opened(model, tokenizer, layers, role, Cache.open(settings.cache_dir))
+    return _Opened(model, tokenizer, layers, Cache.open(settings.cache_dir))
 
 
 def _plan(world: World, opened: _Opened) -> Plan:
     return plan_model(opened.model, host_target(), opened.cache, show=world.rank == 0)[0]
 
 
-def _load(world: World, opened: _Opened, wanted_threads: int | None) -> tuple[Plan, Stage]:
-    """This rank's stage: its code compiled where it is missing, its weights packed."""
-    model, target, cache = opened.model, host_target(), opened.cache
-    plan = _plan(world, opened)
-    partitions = needed_partitions(plan, opened.layers, opened.role)
-    parameters = [p for partition in partitions for p in partition.parameters]
-    check_parameters(parameters, model.checkpoint)
-    jobs = max(1, default_jobs() // world.local_size)
-    build_objects(plan, partitions, target, cache, jobs, show=world.rank == 0)
-
-    # Compiler processes inherit the affinity, so the team is bound after they are done.
-    threads = threads_for(world, wanted_threads or model.spec.num_threads)
-    prepare_threads(world, threads)
-    library = _link(plan, partitions, cache) if partitions else None
-    weights = pack_parameters(parameters, model.checkpoint, threads)
-    sizes = StageSizes(CHUNK, ROWS, SLOTS, model.context, threads)
-    return plan, Stage(plan, opened.layers, opened.role, weights, library, sizes)
+def _load(world: World, opened: _Opened, threads: int | None) -> LoadedStage:
+    sizes = StepSizes(CHUNK, ROWS, SLOTS)
+    show = world.rank == 0
+    return load_stage(opened.model, world, opened.layers, threads, sizes, opened.cache, show)
 
 
-def _link(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Library:
-    """The compiled code of these partitions in this process."""
-    objects = []
-    for key in plan.objects(partitions):
-        data = cache.read_object(key)
-        if data is None:
-            raise UserError(
-                f"{cache.object_path(key)} was removed or altered during the start: start again"
-            )
-        objects.append(data)
-    symbols = [plan.templates[p.template].symbol for p in partitions]
-    return Library(objects, ["bp_run_stage", *dict.fromkeys(symbols)])
-
-
-def _connect(world: World, opened: _Opened, plan: Plan, stage: Stage) -> Session:
+def _connect(world: World, opened: _Opened, loaded: LoadedStage) -> Session:
     """Puts the stage on the ring."""
-    bounds = Bounds(opened.model.context, SLOTS, plan.vocab_size)
+    stage = loaded.stage
+    bounds = Bounds(opened.model.context, SLOTS, loaded.plan.vocab_size)
     ring: Transport | Loopback
     if world.world == 1:
         ring = Loopback(CHUNK, ROWS)

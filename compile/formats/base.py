@@ -120,12 +120,13 @@ def interleave(rows: np.ndarray, panels: np.ndarray, group: int) -> None:
     `panels` is [panels, K / group, panel, group] of the rows' dtype; K is padded with zeros.
     """
     count, depth = rows.shape
-    units, width = panels.shape[1:3]
+    width = panels.shape[2]
     if depth % group:
         rows = np.pad(rows, ((0, 0), (0, -depth % group)))
     whole = count // width
-    split = rows[: whole * width].reshape(whole, width, units, group)
+    steps = panels.shape[1]
+    split = rows[: whole * width].reshape(whole, width, steps, group)
     panels[:whole] = split.transpose(0, 2, 1, 3)
     rest = rows[whole * width :]
     if len(rest):
-        panels[whole, :, : len(rest)] = rest.reshape(len(rest), units, group).transpose(1, 0, 2)
+        panels[whole, :, : len(rest)] = rest.reshape(len(rest), steps, group).transpose(1, 0, 2)
