@@ -16,7 +16,7 @@ import typer
 
 from buddy_pipeline.compile.cache import write_atomically
 from buddy_pipeline.compile.target import host_target
-from buddy_pipeline.launcher.output import check_writable
+from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.affinity import available_cores
 
@@ -79,7 +79,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def check_json_path(path: Path | None) -> None:
     """Raises UserError, before anything is measured, if the JSON cannot be written there."""
     if path is not None:
-        check_writable(path)
+        check_writable("--json", path)
 
 
 def write_json(path: Path | None, data: dict[str, Any]) -> None:
