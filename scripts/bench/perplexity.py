@@ -55,16 +55,18 @@ def perplexity(
     """Measures the perplexity of a model's variants on a fixed text."""
     check_json_path(json)
     forms: list[str | None] = [*variant] if variant else [None]
-    if against_f32 and _BASE not in forms:
+    if against_f32:
         forms.insert(0, _BASE)
     content = _read(text)
-    choices = [ModelChoice(spec, local_model, form, window + 1) for form in forms]
-    names = [choice.open().variant for choice in choices]  # a mistake shows before any waiting
+    choices = {}
+    for form in forms:
+        choice = ModelChoice(spec, local_model, form, window + 1)
+        choices[choice.open().variant] = choice  # a mistake shows before any waiting
     facts = machine()
     print(describe(facts))
     results = [
         {"variant": name, **run_in_child(name, score, choice, content, window, threads, cache_dir)}
-        for name, choice in zip(names, choices, strict=True)
+        for name, choice in choices.items()
     ]
     base = next((r["perplexity"] for r in results if r["variant"] == _BASE), None)
     rows = []

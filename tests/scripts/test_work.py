@@ -2,7 +2,6 @@
 
 import compare
 import generate
-import numpy as np
 import pytest
 
 from benchkit.limits import Limits
@@ -15,16 +14,6 @@ HEAD = Parameter("panels", (WeightPart(("head",), (), (VOCAB, HIDDEN), False),),
 UP = Parameter("panels", (WeightPart(("up",), ("up.b",), (INNER, HIDDEN), False),), 4)
 UP_BIAS = Parameter("panel_bias", UP.parts, 4)
 NORM = Parameter("plain", (WeightPart(("norm",), (), (HIDDEN,), False),), 0)
-WEIGHTS = {
-    p: np.zeros(size, np.float32)
-    for p, size in {
-        EMBEDDING: VOCAB * HIDDEN,
-        HEAD: VOCAB * HIDDEN,
-        UP: INNER * HIDDEN,
-        UP_BIAS: INNER,
-        NORM: HIDDEN,
-    }.items()
-}
 CONFIG = {"num_attention_heads": 3}
 
 
@@ -33,13 +22,13 @@ def partition(unit: str, *parameters: Parameter, kv: tuple[KvLayer, ...] = ()) -
 
 
 def work(head: Parameter = HEAD, **config: object) -> Work:
-    layer = KvLayer(heads=1, key=5, value=7)
+    layer = KvLayer(heads=1, key=5, value=7, dtype="f32")
     partitions = [
         partition("prelude", EMBEDDING),
         partition("0", NORM, UP, UP_BIAS, kv=(layer,)),
         partition("postlude", NORM, head),
     ]
-    return count_work(partitions, WEIGHTS, 100, {**CONFIG, **config})
+    return count_work(partitions, 100, {**CONFIG, **config})
 
 
 def test_decode_reads_each_weight_once_and_no_embedding() -> None:
@@ -49,6 +38,12 @@ def test_decode_reads_each_weight_once_and_no_embedding() -> None:
 
 def test_a_tied_head_is_read_although_it_is_the_embedding() -> None:
     assert work(head=EMBEDDING).weight_bytes == work().weight_bytes
+
+
+def test_weights_of_half_the_size_are_half_the_bytes() -> None:
+    half = Parameter("panels", HEAD.parts, 4, "bf16")
+    saved = work().weight_bytes - work(head=half).weight_bytes
+    assert saved == 2 * VOCAB * HIDDEN
 
 
 def test_prefill_multiplies_layers_for_every_token_and_the_head_once() -> None:

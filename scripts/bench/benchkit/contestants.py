@@ -72,7 +72,6 @@ class Ours:
         self._threads = threads
         self.work = count_work(
             loaded.partitions,
-            loaded.weights,
             loaded.stage.kv.position_bytes,
             model.checkpoint.config,
         )
