@@ -14,7 +14,7 @@ from typing import Any
 from buddy_pipeline.partition.layers import BlockRole
 
 #: Raised whenever the meaning of a field changes; older plans are then made anew.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 #: Every value's row is padded to this many elements, whatever the target's vectors, so that ranks
 #: with different CPUs agree on what crosses.
 ROW_PAD = 32
@@ -36,6 +36,37 @@ class StepWord(Enum):
     SLOT_CAPACITY = 8  # address of int64: positions that each slot's memory holds
     SCRATCH = 9  # address of the threads' scratch
     SCRATCH_STRIDE = 10  # bytes of scratch of one thread
+    PROFILE = 11  # address of the threads' profile tables; 0: nobody looks
+    PROFILE_STRIDE = 12  # bytes of one thread's table
+    PROFILE_OTHER = 13  # slot that counts the regions which have none of their own
+
+
+class ProfileWord(Enum):
+    """Index of each 8-byte word at the head of one thread's profile table; times are in ticks."""
+
+    CURSOR = 0  # slot of the region that runs now
+    BEGIN = 1  # when this step's first call began
+    START = 2  # when the region that runs now began
+    END = 3  # when the region before it ended
+    SPAN = 4  # from BEGIN to the last region's end, summed over steps
+    STEPS = 5
+
+
+class SlotWord(Enum):
+    """Index of each 8-byte word of a slot. A thread's table is a head and slots, each of
+    `PROFILE_SLOT_WORDS` words; slot 0 stands for what is before the first region."""
+
+    CALLS = 0
+    WORK = 1  # from a region's start to its barrier
+    WAIT = 2  # in the barrier
+    GAP_BEFORE = 3
+    GAP_AFTER = 4
+    START = 5  # of the last call
+    ARRIVAL = 6  # at the barrier, of the last call
+    END = 7  # of the last call
+
+
+PROFILE_SLOT_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -130,6 +161,7 @@ class Template:
 
     `scratch` lists the row bytes of each temporary, `thread_scratch` the bytes one thread needs
     besides. `objects` are the keys of the object files: its own first, then the kernel libraries.
+    `regions` names what the threads do together between two barriers, in order.
     """
 
     name: str
@@ -137,6 +169,7 @@ class Template:
     objects: tuple[str, ...]
     scratch: tuple[int, ...]
     thread_scratch: int
+    regions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -236,7 +269,12 @@ def _plan(data: Mapping[str, Any]) -> Plan:
     }
     templates = {
         n: Template(
-            t["name"], t["symbol"], tuple(t["objects"]), tuple(t["scratch"]), t["thread_scratch"]
+            name=t["name"],
+            symbol=t["symbol"],
+            objects=tuple(t["objects"]),
+            scratch=tuple(t["scratch"]),
+            thread_scratch=t["thread_scratch"],
+            regions=tuple(t["regions"]),
         )
         for n, t in data["templates"].items()
     }
