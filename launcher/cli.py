@@ -56,6 +56,7 @@ def run(
     cache_dir: options.CacheDir = None,
     json_file: options.JsonFile = None,
     top_logits: options.TopLogits = 0,
+    profile_out: options.ProfileOut = None,
     stats: options.Stats = True,
 ) -> int:
     """Generates text on rank 0; the other ranks compute their layers."""
@@ -90,6 +91,7 @@ def run(
         sampling=sampling,
         top_logits=top_logits,
         json_path=json_file,
+        profile_out=profile_out,
         stats=stats,
     )
     from buddy_pipeline.launcher.running import run_command

@@ -97,6 +97,14 @@ JsonFile = Annotated[
 TopLogits = Annotated[
     int, _whole(_OUTPUT, "Put the K best logits after the prompt in it.", metavar="K", least=0)
 ]
+ProfileOut = Annotated[
+    Path | None,
+    _option(
+        _OUTPUT,
+        "Profile the run: tables on standard error, a trace and a timeline in this folder.",
+        metavar="DIR",
+    ),
+]
 Stats = Annotated[bool, _option(_OUTPUT, "Statistics on standard error.", "--stats/--no-stats")]
 Report = Annotated[
     Path | None, _option(_OUTPUT, "File for the JSON report; default standard output.")

@@ -23,8 +23,15 @@ from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.faults import agree, exit_alone, guarded
 from buddy_pipeline.ranks.messages import Bounds
 from buddy_pipeline.ranks.packing import check_parameters, pack_parameters
+from buddy_pipeline.ranks.profile import (
+    Profiler,
+    ProfileSettings,
+    check_folder,
+    profile_settings,
+)
+from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
 from buddy_pipeline.ranks.serve import serve
-from buddy_pipeline.ranks.stage import Stage, StageSizes, needed_partitions
+from buddy_pipeline.ranks.stage import DRIVER_SYMBOLS, Stage, StageSizes, needed_partitions
 from buddy_pipeline.ranks.transport import Loopback, Transport
 from buddy_pipeline.ranks.world import World, join_world
 
@@ -45,11 +52,24 @@ class Session:
     tokenizer: Tokenizer
     _stage: Stage
     _ring: Transport | Loopback
+    _profiler: Profiler | None
 
     def serve(self) -> None:
         """Ranks other than 0: computes for the pipeline until rank 0 closes it."""
         assert isinstance(self._ring, Transport)
         serve(self._stage, self._ring)
+
+    def sampler(self, options: SamplingOptions) -> Sampler:
+        """A sampler whose calls the profile sees, if there is one."""
+        sample = make_sampler(options)
+        return sample if self._profiler is None else self._profiler.sampler(sample)
+
+    def close(self) -> None:
+        """Ends the pipeline, on rank 0 for all ranks; rank 0 shows the profile, if there is one."""
+        if self.engine is not None:
+            self.engine.close()
+        if self._profiler is not None:
+            self._profiler.finish()
 
 
 @contextmanager
@@ -69,10 +89,9 @@ def open_session(settings: RunSettings) -> Iterator[Session]:
             yield session
         except UserError as error:
             if session.engine is not None:
-                session.engine.close()
+                session.close()
             exit_alone(error)
-        if session.engine is not None:
-            session.engine.close()
+        session.close()
 
 
 def _together(world: World, prepare: Callable[[], _T]) -> _T:
@@ -95,15 +114,19 @@ class _Prepared:
     tokenizer: Tokenizer
     plan: Plan
     stage: Stage
+    profile: ProfileSettings | None
 
 
 def _prepare(world: World, settings: RunSettings) -> _Prepared:
+    profile = profile_settings(settings.profile_out)
     model = open_model(settings)
     ranges = layer_ranges(model.layers, world.world, settings.split)
     layers, role = ranges[world.rank], block_role(world.rank, world.world)
     tokenizer = open_tokenizer(model.checkpoint.tokenizer)
     if world.rank == 0:
         check_request(settings, tokenizer, model.context)
+        if settings.profile_out is not None:
+            check_folder(settings.profile_out)
 
     target, cache = host_target(), Cache.open(settings.cache_dir)
     show = world.rank == 0
@@ -120,7 +143,8 @@ def _prepare(world: World, settings: RunSettings) -> _Prepared:
     library = _load(plan, partitions, cache) if partitions else None
     weights = pack_parameters(parameters, model.checkpoint, threads)
     sizes = StageSizes(CHUNK, ROWS, SLOTS, model.context, threads)
-    return _Prepared(model, tokenizer, plan, Stage(plan, layers, role, weights, library, sizes))
+    stage = Stage(plan, layers, role, weights, library, sizes)
+    return _Prepared(model, tokenizer, plan, stage, profile)
 
 
 def _load(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Library:
@@ -134,7 +158,7 @@ def _load(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Li
             )
         objects.append(data)
     symbols = [plan.templates[p.template].symbol for p in partitions]
-    return Library(objects, ["bp_run_stage", *dict.fromkeys(symbols)])
+    return Library(objects, [*DRIVER_SYMBOLS, *dict.fromkeys(symbols)])
 
 
 def _connect(world: World, prepared: _Prepared) -> Session:
@@ -147,4 +171,5 @@ def _connect(world: World, prepared: _Prepared) -> Session:
     else:
         ring = Transport(world, CHUNK, ROWS, stage.input_bytes, stage.output_bytes, bounds)
     engine = Engine(stage, ring, bounds) if world.rank == 0 else None
-    return Session(world.rank, engine, prepared.tokenizer, stage, ring)
+    profiler = None if prepared.profile is None else Profiler(world, stage, ring, prepared.profile)
+    return Session(world.rank, engine, prepared.tokenizer, stage, ring, profiler)

@@ -37,6 +37,8 @@ class RunSettings(ModelSettings):
     sampling: SamplingOptions
     top_logits: int
     json_path: Path | None
+    profile_out: Path | None
+    """Folder for the profile's trace and picture; None writes neither."""
     stats: bool
 
 
