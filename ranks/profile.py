@@ -109,9 +109,7 @@ class Profiler:
             write_trace(folder / _TRACE, profiles)
             write_picture(folder / _PICTURE, profiles)
         except OSError as error:
-            raise UserError(
-                f"--profile-out {folder} cannot be written: {error.strerror}"
-            ) from None
+            raise UserError(f"--profile-out {folder} cannot be written: {error.strerror}") from None
 
     def _mine(self) -> RankProfile:
         spans = self._spans

@@ -1,4 +1,4 @@
-"""The profile of all ranks as a picture (SVG): what each did over the job, and a few steps close up.
+"""The profile of all ranks as a picture: what each did over the job, and a few steps close up.
 
 Format: "Scalable Vector Graphics (SVG) 2", w3.org/TR/SVG2.
 """
@@ -95,11 +95,12 @@ def _stacks(profile: RankProfile, begin: float, end: float, top: float) -> Itera
     """For each short piece of the time the shares of what was done, one above the other."""
     yield _rect(_LEFT, top, _PLOT, _LANE, _COLOURS[Kind.RECEIVE])
     spans = _binned(profile, begin, end)
-    stack = [(Kind.RUN, spans[Kind.RUN]), (Kind.SEND, spans[Kind.SEND])]
-    stack += [(Kind.SAMPLE, spans[Kind.SAMPLE]), (None, 1 - spans.sum(axis=0))]
+    shares_of: dict[Kind | None, np.ndarray] = {kind: spans[kind] for kind in Kind}
+    shares_of[None] = 1 - spans.sum(axis=0)
+    del shares_of[Kind.RECEIVE]
     for number in range(_BINS):
         bottom = top + _LANE
-        for kind, shares in stack:
+        for kind, shares in shares_of.items():
             height = min(float(shares[number]) * _LANE, bottom - top)
             if height > _FAINT:
                 bottom -= height

@@ -1,6 +1,6 @@
 """The profile of all ranks as a trace that chrome://tracing and ui.perfetto.dev open.
 
-Format: "Trace Event Format" (docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU).
+Format: "Trace Event Format", JSON object form, described in the catapult project on GitHub.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from buddy_pipeline.ranks.profile_report import RankProfile
 from buddy_pipeline.ranks.profile_regions import Region
+from buddy_pipeline.ranks.profile_report import RankProfile
 
 #: The track of what the rank's own thread does; the team's threads follow.
 _STEPS_TRACK = 0
