@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from buddy_pipeline.launcher import settings
 from buddy_pipeline.launcher.numbers import number, whole_number
 
 _MODEL, _PROMPT, _SAMPLING = "Model", "Prompt", "Sampling"
@@ -77,6 +78,27 @@ Split = Annotated[
         metavar="N,N,...",
     ),
 ]
+Balance = Annotated[
+    settings.Balance,
+    _option(
+        _PIPELINE,
+        "Deal layers out evenly, by memory, or by timing each block on its rank.",
+    ),
+]
+PlanBalance = Annotated[
+    settings.PlanBalance,
+    _option(_PIPELINE, "Deal layers out evenly, by memory, or by the predicted time of a step."),
+]
+Hosts = Annotated[
+    Path | None,
+    _option(
+        _PIPELINE,
+        "JSON file with memory_gb, bandwidth_gb_s and gflops of each host, and the link between"
+        " them; default hosts like this one.",
+        metavar="FILE",
+    ),
+]
+Sequences = Annotated[int, _whole(_PIPELINE, "Sequences at once.", least=1)]
 CacheDir = Annotated[
     Path | None, _option(_PIPELINE, "Folder of compiled objects; default in the user's cache.")
 ]

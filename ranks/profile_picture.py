@@ -95,9 +95,9 @@ def _stacks(profile: RankProfile, begin: float, end: float, top: float) -> Itera
     """For each short piece of the time the shares of what was done, one above the other."""
     yield _rect(_LEFT, top, _PLOT, _LANE, _COLOURS[Kind.RECEIVE])
     spans = _binned(profile, begin, end)
-    shares_of: dict[Kind | None, np.ndarray] = {kind: spans[kind] for kind in Kind}
+    stack = (Kind.RUN, Kind.SEND, Kind.SAMPLE)
+    shares_of: dict[Kind | None, np.ndarray] = {kind: spans[kind] for kind in stack}
     shares_of[None] = 1 - spans.sum(axis=0)
-    del shares_of[Kind.RECEIVE]
     for number in range(_BINS):
         bottom = top + _LANE
         for kind, shares in shares_of.items():

@@ -29,6 +29,8 @@ _TRIES = 8
 class Region:
     """One region of a step."""
 
+    unit: str
+    """"positions", "prelude", "postlude" or the layer's number."""
     partition: str
     template: str
     name: str
@@ -140,7 +142,7 @@ class RegionProfile:
         scale = (end_ns - start_ns) / (end_ticks - start_ticks)
         head = self._tables[0, 0]
         rows = []
-        other = Region("", "", "other")
+        other = Region("", "", "", "other")
         for number, region in enumerate((*self._regions[: self._named], other)):
             slot = self._tables[:, _ROWS_BEFORE + number]
             first = slot[0]

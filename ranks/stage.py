@@ -73,7 +73,7 @@ class Stage:
         self.max_tokens = sizes.tokens
         self.threads = sizes.threads
         self.regions = [
-            Region(partition.name, partition.template, name)
+            Region(partition.unit, partition.name, partition.template, name)
             for partition in partitions
             for name in plan.templates[partition.template].regions
         ]
