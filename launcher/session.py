@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import numpy as np
-
 from buddy_pipeline.compile.cache import Cache
-from buddy_pipeline.compile.loader import Library
-from buddy_pipeline.compile.manifest import Parameter, PartitionPlan, Plan
-from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.answer import check_request
 from buddy_pipeline.launcher.balancing import first_ranges, measured_ranges
-from buddy_pipeline.launcher.building import build_objects, default_jobs, plan_model
+from buddy_pipeline.launcher.loading import LoadedStage, StepSizes, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.settings import Balance, RunSettings
 from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.partition.layers import block_role
-from buddy_pipeline.ranks.affinity import prepare_threads, threads_for
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.faults import agree, exit_alone, guarded
 from buddy_pipeline.ranks.measuring import BlockTimes, block_times
 from buddy_pipeline.ranks.messages import Bounds
-from buddy_pipeline.ranks.packing import check_parameters, pack_parameters
 from buddy_pipeline.ranks.profile import (
     Profiler,
     ProfileSettings,
@@ -36,7 +28,7 @@ from buddy_pipeline.ranks.profile import (
 )
 from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
 from buddy_pipeline.ranks.serve import serve
-from buddy_pipeline.ranks.stage import DRIVER_SYMBOLS, Stage, StageSizes, needed_partitions
+from buddy_pipeline.ranks.stage import Stage
 from buddy_pipeline.ranks.transport import Loopback, Transport
 from buddy_pipeline.ranks.world import World, join_world
 
@@ -119,93 +111,59 @@ class _Prepared:
 
     model: Model
     tokenizer: Tokenizer
-    plan: Plan
     ranges: list[range]
-    sizes: StageSizes
-    weights: Mapping[Parameter, np.ndarray]
-    stage: Stage
+    loaded: LoadedStage
     profile: ProfileSettings | None
 
 
 def _prepare(world: World, settings: RunSettings) -> _Prepared:
-    profile = profile_settings(settings.profile_out)
     model = open_model(settings)
+    profile = profile_settings(settings.profile_out)
     ranges = first_ranges(model, world.world, settings.split, settings.balance, SLOTS)
     tokenizer = open_tokenizer(model.checkpoint.tokenizer)
-    show = world.rank == 0
-    if show:
+    if world.rank == 0:
         check_request(settings, tokenizer, model.context)
         if settings.profile_out is not None:
             check_folder(settings.profile_out)
-    plan, _ = plan_model(model, host_target(), Cache.open(settings.cache_dir), show)
-    threads = threads_for(world, settings.threads or model.spec.num_threads)
-    sizes = StageSizes(CHUNK, ROWS, SLOTS, model.context, threads)
-    stage, weights = _make_stage(world, settings, model, plan, ranges, sizes, {})
-    return _Prepared(model, tokenizer, plan, ranges, sizes, weights, stage, profile)
+    loaded = _load(world, settings, model, ranges)
+    return _Prepared(model, tokenizer, ranges, loaded, profile)
 
 
-def _make_stage(
+def _load(
     world: World,
     settings: RunSettings,
     model: Model,
-    plan: Plan,
     ranges: list[range],
-    sizes: StageSizes,
-    loaded: Mapping[Parameter, np.ndarray],
-) -> tuple[Stage, Mapping[Parameter, np.ndarray]]:
-    """Compiles and loads this rank's block; takes over the weights that are loaded already."""
-    layers, role = ranges[world.rank], block_role(world.rank, world.world)
-    target, cache = host_target(), Cache.open(settings.cache_dir)
-    partitions = needed_partitions(plan, layers, role)
-    parameters = [p for partition in partitions for p in partition.parameters]
-    check_parameters(parameters, model.checkpoint)
-    jobs = max(1, default_jobs() // world.local_size)
-    build_objects(plan, partitions, target, cache, jobs, show=world.rank == 0)
-    # Compiler processes inherit the affinity, so the team is bound after they are done.
-    prepare_threads(world, sizes.threads)
-    library = _load(plan, partitions, cache) if partitions else None
-    weights = {p: loaded[p] for p in parameters if p in loaded}
-    missing = [p for p in parameters if p not in loaded]
-    weights.update(pack_parameters(missing, model.checkpoint, sizes.threads))
-    return Stage(plan, layers, role, weights, library, sizes), weights
+    before: LoadedStage | None = None,
+) -> LoadedStage:
+    """This rank's stage; weights of the one that it had before are taken over."""
+    sizes = StepSizes(CHUNK, ROWS, SLOTS)
+    cache = Cache.open(settings.cache_dir)
+    show = world.rank == 0
+    layers = ranges[world.rank]
+    return load_stage(model, world, layers, settings.threads, sizes, cache, show, before)
 
 
 def _rebalance(world: World, prepared: _Prepared, settings: RunSettings) -> _Prepared:
     """Times every block on its rank and moves layers so that the slowest stage is fastest."""
-    model, plan = prepared.model, prepared.plan
-    times: list[BlockTimes] = world.comm.allgather(block_times(prepared.stage))
+    model, before = prepared.model, prepared.ranges
+    times: list[BlockTimes] = world.comm.allgather(block_times(prepared.loaded.stage))
     ranges = measured_ranges(model.layers, times)
     if world.rank == 0 and settings.stats:
-        print(f"layers by rank {','.join(str(len(r)) for r in ranges)}", file=sys.stderr)
+        print(f"layers by rank: {','.join(str(len(r)) for r in ranges)}", file=sys.stderr)
 
     def move() -> _Prepared:
-        if ranges[world.rank] == prepared.ranges[world.rank]:
+        if ranges[world.rank] == before[world.rank]:
             return replace(prepared, ranges=ranges)
-        stage, weights = _make_stage(
-            world, settings, model, plan, ranges, prepared.sizes, prepared.weights
-        )
-        return replace(prepared, ranges=ranges, stage=stage, weights=weights)
+        loaded = _load(world, settings, model, ranges, prepared.loaded)
+        return replace(prepared, ranges=ranges, loaded=loaded)
 
     return _together(world, move)
 
 
-def _load(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Library:
-    """The compiled code of these partitions in this process."""
-    objects = []
-    for key in plan.objects(partitions):
-        data = cache.read_object(key)
-        if data is None:
-            raise UserError(
-                f"{cache.object_path(key)} was removed or altered during the start: start again"
-            )
-        objects.append(data)
-    symbols = [plan.templates[p.template].symbol for p in partitions]
-    return Library(objects, [*DRIVER_SYMBOLS, *dict.fromkeys(symbols)])
-
-
 def _connect(world: World, prepared: _Prepared) -> Session:
     """Puts the stage on the ring."""
-    stage, plan = prepared.stage, prepared.plan
+    stage, plan = prepared.loaded.stage, prepared.loaded.plan
     bounds = Bounds(prepared.model.context, SLOTS, plan.vocab_size)
     ring: Transport | Loopback
     if world.world == 1:

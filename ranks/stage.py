@@ -71,6 +71,7 @@ class Stage:
         self.input_bytes = sum(v.row_bytes for v in incoming)
         self.output_bytes = sum(v.row_bytes for v in outgoing)
         self.max_tokens = sizes.tokens
+        self.max_rows = sizes.rows
         self.threads = sizes.threads
         self.regions = [
             Region(partition.unit, partition.name, partition.template, name)
