@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -80,29 +81,38 @@ def busy_shares(profiles: Sequence[RankProfile]) -> Busy | None:
     return Busy(begin, end, tuple(shares))
 
 
-def by_template(regions: Sequence[RegionTimes]) -> list[RegionTimes]:
-    """Regions of partitions that share a template summed, in the order of the first."""
-    sums: dict[tuple[str, int], RegionTimes] = {}
-    numbers: dict[str, int] = {}
+def by_template(regions: Sequence[RegionTimes]) -> dict[str, RegionTimes]:
+    """The times by what people call a region; those of layers that share code are summed.
+
+    In the order of the first of each.
+    """
+    groups: dict[tuple[str, int], list[RegionTimes]] = {}
+    numbers = Counter[str]()  # regions of each partition so far
     for each in regions:
-        partition = each.region.partition
-        number = numbers.get(partition, 0)
-        numbers[partition] = number + 1
-        key = (each.region.template, number)
-        before = sums.get(key)
-        if before is None:
-            sums[key] = each
-            continue
-        sums[key] = replace(
-            before,
-            calls=before.calls + each.calls,
-            wall=before.wall + each.wall,
-            gap_before=before.gap_before + each.gap_before,
-            gap_after=before.gap_after + each.gap_after,
-            waits=before.waits + each.waits,
-            first_waits=before.first_waits + each.first_waits,
-        )
-    return list(sums.values())
+        number = numbers[each.region.partition]
+        numbers[each.region.partition] += 1
+        groups.setdefault((each.region.template, number), []).append(each)
+    return {_name(group): _sum(group) for group in groups.values()}
+
+
+def _name(group: Sequence[RegionTimes]) -> str:
+    first, last = group[0].region, group[-1].region
+    if not first.partition:
+        return first.name
+    place = first.partition if first is last else f"layers {first.unit} to {last.unit}"
+    return f"{place}: {first.name}"
+
+
+def _sum(group: Sequence[RegionTimes]) -> RegionTimes:
+    return replace(
+        group[0],
+        calls=sum(each.calls for each in group),
+        wall=sum(each.wall for each in group),
+        gap_before=sum(each.gap_before for each in group),
+        gap_after=sum(each.gap_after for each in group),
+        waits=sum(each.waits for each in group),
+        first_waits=sum(each.first_waits for each in group),
+    )
 
 
 def report(profiles: Sequence[RankProfile], slots: int) -> Iterator[str]:
@@ -151,12 +161,12 @@ def _stage_lines(stage: StageTimes, threads: int, slots: int) -> Iterator[str]:
         return
     columns = ("calls", "wall ms", "%", "gap before", "gap after", "waits", "of thread 0")
     heads = "".join(f"{column:>12}" for column in columns)
-    yield f"  {'parallel region':34}{heads}"
-    for each in by_template(stage.regions):
+    yield f"  {'parallel region':44}{heads}"
+    for name, each in by_template(stage.regions).items():
         numbers = (each.wall, each.gap_before, each.gap_after, each.waits, each.first_waits)
         wall, *others = (f"{number / 1e6:12,.3f}" for number in numbers)
         share = f"{100 * each.wall / stage.span:12.1f}" if stage.span else f"{'-':>12}"
-        yield f"  {_region_name(each):34}{each.calls:12,}{wall}{share}{''.join(others)}"
+        yield f"  {name:44}{each.calls:12,}{wall}{share}{''.join(others)}"
     totals = {
         "first region to last": stage.span,
         "in regions": stage.in_regions,
@@ -170,11 +180,6 @@ def _stage_lines(stage: StageTimes, threads: int, slots: int) -> Iterator[str]:
             f"  warning: {stage.without_slot} regions of a step are beyond the table's {slots} "
             f"slots and counted as other: set {SLOTS_VARIABLE}={slots + stage.without_slot}"
         )
-
-
-def _region_name(each: RegionTimes) -> str:
-    partition = each.region.partition
-    return f"{partition}: {each.region.name}" if partition else each.region.name
 
 
 SLOTS_VARIABLE = "BUDDY_PIPELINE_PROFILE_SLOTS"

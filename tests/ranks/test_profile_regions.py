@@ -1,6 +1,7 @@
 """The compiled code counts its regions: what it says adds up, whatever the threads and slots."""
 
 import threading
+from itertools import pairwise
 from time import perf_counter_ns
 
 import pytest
@@ -46,7 +47,7 @@ def test_first_region_to_last_is_regions_and_gaps(made: MadeStage) -> None:
 
 def test_a_gap_after_a_region_is_the_gap_before_the_next(made: MadeStage) -> None:
     regions = profiled(made).regions
-    for this, following in zip(regions, regions[1:], strict=False):
+    for this, following in pairwise(regions):
         assert this.gap_after == following.gap_before
     assert regions[-1].gap_after == 0
 
