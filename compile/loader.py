@@ -9,6 +9,14 @@ import llvmlite.binding as llvm
 
 from buddy_pipeline.partition.errors import UserError
 
+#: What compiled code calls of the OpenMP runtime. The process may have another runtime with some of
+#: these names (PyTorch brings GNU's), whose thread numbers know nothing of our teams.
+_OPENMP_SYMBOLS = (
+    "__kmpc_fork_call",
+    "__kmpc_global_thread_num",
+    "__kmpc_push_num_threads",
+    "omp_get_thread_num",
+)
 _OPENMP_LIBRARIES = ("libiomp5.so", "libomp.so", "libomp.so.5", "libomp.dylib")
 
 
@@ -20,7 +28,7 @@ class Library:
 
         Raises UserError when no OpenMP runtime is found, RuntimeError when linking fails.
         """
-        load_openmp()
+        openmp = load_openmp()
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self._jit = llvm.create_lljit_compiler()
@@ -29,6 +37,9 @@ class Library:
             builder.add_object_img(data)
         for symbol in symbols:
             builder.export_symbol(symbol)
+        for symbol in _OPENMP_SYMBOLS:
+            address = ctypes.cast(openmp[symbol], ctypes.c_void_p).value
+            builder.import_symbol(symbol, address)
         self._tracker = builder.add_current_process().link(self._jit, "stage")
 
     def address(self, symbol: str) -> int:
@@ -36,14 +47,16 @@ class Library:
         return int(self._tracker[symbol])
 
 
-def load_openmp() -> None:
-    """Loads LLVM's OpenMP runtime, which compiled code calls for its team of threads."""
+def load_openmp() -> ctypes.CDLL:
+    """Loads LLVM's OpenMP runtime, which compiled code calls for its team of threads.
+
+    Raises UserError if there is none.
+    """
     for candidate in _openmp_candidates():
         try:
-            ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(candidate)
         except OSError:
             continue
-        return
     raise UserError(
         "no OpenMP runtime was found (libiomp5 or libomp); install the package intel-openmp, "
         "or the system's libomp"

@@ -1,7 +1,10 @@
 """The compiled code counts its regions: what it says adds up, whatever the threads and slots."""
 
+import subprocess
+import sys
 import threading
 from itertools import pairwise
+from pathlib import Path
 from time import perf_counter_ns
 
 import pytest
@@ -9,6 +12,7 @@ import pytest
 from buddy_pipeline.ranks.profile_regions import StageTimes
 from tests.ranks.made_stage import MadeStage
 
+ROOT = Path(__file__).parents[2]
 LAYERS, STEPS = 3, 4
 #: Of the three regions of each layer.
 TICKS = (20_000, 60_000, 10_000)
@@ -138,3 +142,16 @@ def test_traced_regions_follow_each_other_on_the_clock_of_python(made: MadeStage
         assert (times[1:] >= times[:-1]).all()
         assert times[0] > begin - slack
         assert times[-1] < end + slack
+
+
+def test_another_openmp_runtime_in_the_process_does_not_mix_up_the_threads() -> None:
+    program = (
+        "import torch\n"  # brings GNU's OpenMP, whose names every library then sees
+        "from tests.ranks.made_stage import MadeStage\n"
+        "made = MadeStage(1, [1_000], threads=2)\n"
+        "profile = made.stage.profile(slots=1)\n"
+        "made.run(3)\n"
+        "print(profile.read().steps)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (run.returncode, run.stdout) == (0, "3\n"), run.stderr
