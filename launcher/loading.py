@@ -56,13 +56,11 @@ def load_stage(
     sizes: StepSizes,
     cache: Cache,
     show: bool,
-    before: LoadedStage | None = None,
 ) -> LoadedStage:
     """The stage with `layers` on this rank, compiled for this CPU.
 
     threads: of the team; None takes the spec's, else one for each core of this rank.
     show: whether progress of compiling goes to standard error.
-    before: a stage of this rank with other layers; weights that both need are not loaded again.
 
     Sets the process up for its threads, so a process loads one team size. Raises UserError for
     weights that do not fit the model and for what cannot be compiled.
@@ -79,9 +77,7 @@ def load_stage(
     team = threads_for(world, threads or model.spec.num_threads)
     prepare_threads(world, team)
     library = _library(plan, partitions, cache) if partitions else None
-    kept = {} if before is None else {p: w for p, w in before.weights.items() if p in parameters}
-    missing = [p for p in parameters if p not in kept]
-    weights = {**kept, **pack_parameters(missing, model.checkpoint, team)}
+    weights = pack_parameters(parameters, model.checkpoint, team)
     room = StageSizes(sizes.tokens, sizes.rows, sizes.slots, model.context, team)
     stage = Stage(plan, layers, role, weights, library, room)
     return LoadedStage(plan, partitions, weights, stage, team)

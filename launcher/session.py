@@ -5,12 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from buddy_pipeline.compile.cache import Cache
+from buddy_pipeline.compile.manifest import Plan
+from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.answer import check_request
 from buddy_pipeline.launcher.balancing import first_ranges, measured_ranges
+from buddy_pipeline.launcher.building import plan_model
 from buddy_pipeline.launcher.loading import LoadedStage, StepSizes, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.settings import Balance, RunSettings
@@ -80,43 +83,47 @@ def open_session(settings: RunSettings) -> Iterator[Session]:
     except UserError as error:
         exit_alone(error)
     with guarded(world):
-        prepared = _together(world, lambda: _prepare(world, settings))
-        if settings.balance is Balance.MEASURED and world.comm is not None:
-            prepared = _rebalance(world, prepared, settings)
-        session = _connect(world, prepared)
+        # What costs nothing to find out comes first. Then one rank of each host makes the plan, so
+        # that a model that cannot be planned is not tried by one rank after the other.
+        opened = _together(world, lambda: _open(world, settings))
+        if world.world > 1:
+            _together(world, lambda: _plan(world, opened) if world.local_rank == 0 else None)
+        session = _connect(world, opened, _load_balanced(world, opened, settings))
         try:
             yield session
         except UserError as error:
-            if session.engine is not None:
-                session.close()
+            if session.engine is None:
+                raise
+            session.close()
             exit_alone(error)
         session.close()
 
 
 def _together(world: World, prepare: Callable[[], _T]) -> _T:
     """Runs a preparation on every rank; a user's error on any ends all."""
-    result, error = None, None
+    outcome: _T | UserError
     try:
-        result = prepare()
+        outcome = prepare()
     except UserError as mistake:
-        error = str(mistake)
-    agree(world, error)
-    assert result is not None
-    return result
+        outcome = mistake
+    agree(world, str(outcome) if isinstance(outcome, UserError) else None)
+    assert not isinstance(outcome, UserError)
+    return outcome
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """What a rank has before it meets the others to run."""
+class _Opened:
+    """What a rank knows before anything is compiled."""
 
     model: Model
     tokenizer: Tokenizer
     ranges: list[range]
-    loaded: LoadedStage
+    """Layers by rank."""
+    cache: Cache
     profile: ProfileSettings | None
 
 
-def _prepare(world: World, settings: RunSettings) -> _Prepared:
+def _open(world: World, settings: RunSettings) -> _Opened:
     model = open_model(settings)
     profile = profile_settings(settings.profile_out)
     ranges = first_ranges(model, world.world, settings.split, settings.balance, SLOTS)
@@ -125,51 +132,43 @@ def _prepare(world: World, settings: RunSettings) -> _Prepared:
         check_request(settings, tokenizer, model.context)
         if settings.profile_out is not None:
             check_folder(settings.profile_out)
-    loaded = _load(world, settings, model, ranges)
-    return _Prepared(model, tokenizer, ranges, loaded, profile)
+    return _Opened(model, tokenizer, ranges, Cache.open(settings.cache_dir), profile)
 
 
-def _load(
-    world: World,
-    settings: RunSettings,
-    model: Model,
-    ranges: list[range],
-    before: LoadedStage | None = None,
-) -> LoadedStage:
-    """This rank's stage; weights of the one that it had before are taken over."""
-    sizes = StepSizes(CHUNK, ROWS, SLOTS)
-    cache = Cache.open(settings.cache_dir)
+def _plan(world: World, opened: _Opened) -> Plan:
+    return plan_model(opened.model, host_target(), opened.cache, show=world.rank == 0)[0]
+
+
+def _load(world: World, opened: _Opened, settings: RunSettings, ranges: list[range]) -> LoadedStage:
+    """This rank's stage: its code compiled where it is missing, its weights packed."""
+    layers, sizes = ranges[world.rank], StepSizes(CHUNK, ROWS, SLOTS)
     show = world.rank == 0
-    layers = ranges[world.rank]
-    return load_stage(model, world, layers, settings.threads, sizes, cache, show, before)
+    return load_stage(opened.model, world, layers, settings.threads, sizes, opened.cache, show)
 
 
-def _rebalance(world: World, prepared: _Prepared, settings: RunSettings) -> _Prepared:
-    """Times every block on its rank and moves layers so that the slowest stage is fastest."""
-    model, before = prepared.model, prepared.ranges
-    times: list[BlockTimes] = world.comm.allgather(block_times(prepared.loaded.stage))
-    ranges = measured_ranges(model.layers, times)
+def _load_balanced(world: World, opened: _Opened, settings: RunSettings) -> LoadedStage:
+    """This rank's stage; with measured balance, once more where timing it has moved layers."""
+    loaded = _together(world, lambda: _load(world, opened, settings, opened.ranges))
+    if settings.balance is not Balance.MEASURED or world.comm is None:
+        return loaded
+    times: list[BlockTimes] = world.comm.allgather(block_times(loaded.stage))
+    ranges = measured_ranges(opened.model.layers, times)
     if world.rank == 0 and settings.stats:
         print(f"layers by rank: {','.join(str(len(r)) for r in ranges)}", file=sys.stderr)
-
-    def move() -> _Prepared:
-        if ranges[world.rank] == before[world.rank]:
-            return replace(prepared, ranges=ranges)
-        loaded = _load(world, settings, model, ranges, prepared.loaded)
-        return replace(prepared, ranges=ranges, loaded=loaded)
-
-    return _together(world, move)
+    kept = loaded if ranges[world.rank] == opened.ranges[world.rank] else None
+    del loaded  # its weights make room for the others
+    return _together(world, lambda: kept or _load(world, opened, settings, ranges))
 
 
-def _connect(world: World, prepared: _Prepared) -> Session:
+def _connect(world: World, opened: _Opened, loaded: LoadedStage) -> Session:
     """Puts the stage on the ring."""
-    stage, plan = prepared.loaded.stage, prepared.loaded.plan
-    bounds = Bounds(prepared.model.context, SLOTS, plan.vocab_size)
+    stage = loaded.stage
+    bounds = Bounds(opened.model.context, SLOTS, loaded.plan.vocab_size)
     ring: Transport | Loopback
     if world.world == 1:
         ring = Loopback(CHUNK, ROWS)
     else:
         ring = Transport(world, CHUNK, ROWS, stage.input_bytes, stage.output_bytes, bounds)
     engine = Engine(stage, ring, bounds) if world.rank == 0 else None
-    profiler = None if prepared.profile is None else Profiler(world, stage, ring, prepared.profile)
-    return Session(world.rank, engine, prepared.tokenizer, stage, ring, profiler)
+    profiler = None if opened.profile is None else Profiler(world, stage, ring, opened.profile)
+    return Session(world.rank, engine, opened.tokenizer, stage, ring, profiler)
