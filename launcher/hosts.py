@@ -62,6 +62,7 @@ def read_hosts(path: Path, world: int) -> Cluster:
     entries = content["hosts"]
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{where}: hosts is {entries!r}: it must be a list of one host or more")
+    network = _link(where, content.get("link"))
     hosts: list[Host] = []
     numbers: list[int] = []  # of each rank's host
     for position, entry in enumerate(entries):
@@ -87,7 +88,6 @@ def read_hosts(path: Path, world: int) -> Cluster:
             f"{where} has {have} ranks, but --world is {world}: "
             "mend count and ranks of its hosts, or --world"
         )
-    network = _link(where, content.get("link"))
     links = tuple(
         SHARED_MEMORY if numbers[rank] == numbers[rank - 1] else network for rank in range(world)
     )

@@ -96,11 +96,10 @@ PlanBalance = Annotated[
 ]
 Hosts = Annotated[
     Path | None,
-    _option(
+    _path(
         _PIPELINE,
         "JSON file with memory_gb, bandwidth_gb_s and gflops of each host, and the link between"
         " them; default hosts like this one.",
-        metavar="FILE",
     ),
 ]
 Sequences = Annotated[int, _whole(_PIPELINE, "Sequences at once.", least=1)]
@@ -126,10 +125,9 @@ TopLogits = Annotated[
 ]
 ProfileOut = Annotated[
     Path | None,
-    _option(
+    _path(
         _OUTPUT,
         "Profile the run: tables on standard error, a trace and a timeline in this folder.",
-        metavar="DIR",
     ),
 ]
 Stats = Annotated[bool, _option(_OUTPUT, "Statistics on standard error.", "--stats/--no-stats")]

@@ -98,6 +98,8 @@ def _least_limit(blocks: _Blocks) -> float | None:
     is at once lowered to what keeping it cost, until no number lies between. None if none is
     finite."""
     low = max(blocks.cost_of(block, 0, 0) for block in range(blocks.world))
+    if low == math.inf:
+        return None
     least = blocks.greedy(low)
     if least is not None:
         return least

@@ -45,6 +45,7 @@ def test_no_split_has_a_smaller_greatest_stage(problem: tuple[int, int, StageCos
     if chosen is None:
         assert least == math.inf
     else:
+        assert least < math.inf
         assert len(chosen) == world
         assert sum(chosen) == layers
         assert min(chosen) >= 0
