@@ -82,6 +82,21 @@ def test_threads_wait_for_the_one_with_most_to_do(made: MadeStage) -> None:
         assert times.waits > times.first_waits
 
 
+def test_the_sums_are_the_wall_time_of_a_step_within_2_percent(made: MadeStage) -> None:
+    made.run(2)  # wakes the team
+    profile = made.stage.profile(slots=100)
+    walls = []
+    for _ in range(20):
+        step, begin = made.step(), perf_counter_ns()
+        made.stage.run(step, 0, 0)
+        walls.append(perf_counter_ns() - begin)
+        profile.keep_step()
+    made.stage.stop_profile()
+    spans = [step.times[0, -1, -1] - step.times[0, 0, 0] for step in profile.read().traced]
+    # Of the step that was disturbed least: a busy machine can stop a thread between two clocks.
+    assert max(span / wall for span, wall in zip(spans, walls, strict=True)) > 0.98
+
+
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_what_has_no_slot_is_counted_together(made: MadeStage, slots: int) -> None:
     times = profiled(made, slots)
