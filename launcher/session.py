@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
 from buddy_pipeline.compile.cache import Cache
-from buddy_pipeline.compile.loader import Library
-from buddy_pipeline.compile.manifest import PartitionPlan, Plan
+from buddy_pipeline.compile.manifest import Plan
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.answer import check_request
-from buddy_pipeline.launcher.building import build_objects, default_jobs, plan_model
+from buddy_pipeline.launcher.balancing import first_ranges, measured_ranges
+from buddy_pipeline.launcher.building import plan_model
+from buddy_pipeline.launcher.loading import LoadedStage, StepSizes, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
-from buddy_pipeline.launcher.settings import RunSettings
+from buddy_pipeline.launcher.settings import Balance, RunSettings
 from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.partition.layers import BlockRole, block_role, layer_ranges
-from buddy_pipeline.ranks.affinity import prepare_threads, threads_for
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.faults import agree, exit_alone, guarded
+from buddy_pipeline.ranks.measuring import BlockTimes, block_times
 from buddy_pipeline.ranks.messages import Bounds
-from buddy_pipeline.ranks.packing import check_parameters, pack_parameters
+from buddy_pipeline.ranks.profile import (
+    Profiler,
+    ProfileSettings,
+    check_folder,
+    profile_settings,
+)
+from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
 from buddy_pipeline.ranks.serve import serve
-from buddy_pipeline.ranks.stage import Stage, StageSizes, needed_partitions
+from buddy_pipeline.ranks.stage import Stage
 from buddy_pipeline.ranks.transport import Loopback, Transport
 from buddy_pipeline.ranks.world import World, join_world
 
@@ -45,11 +52,24 @@ class Session:
     tokenizer: Tokenizer
     _stage: Stage
     _ring: Transport | Loopback
+    _profiler: Profiler | None
 
     def serve(self) -> None:
         """Ranks other than 0: computes for the pipeline until rank 0 closes it."""
         assert isinstance(self._ring, Transport)
         serve(self._stage, self._ring)
+
+    def sampler(self, options: SamplingOptions) -> Sampler:
+        """A sampler whose calls the profile sees, if there is one."""
+        sample = make_sampler(options)
+        return sample if self._profiler is None else self._profiler.sampler(sample)
+
+    def close(self) -> None:
+        """Ends the pipeline, on rank 0 for all ranks; rank 0 shows the profile, if there is one."""
+        if self.engine is not None:
+            self.engine.close()
+        if self._profiler is not None:
+            self._profiler.finish()
 
 
 @contextmanager
@@ -68,17 +88,15 @@ def open_session(settings: RunSettings) -> Iterator[Session]:
         opened = _together(world, lambda: _open(world, settings))
         if world.world > 1:
             _together(world, lambda: _plan(world, opened) if world.local_rank == 0 else None)
-        plan, stage = _together(world, lambda: _load(world, opened, settings.threads))
-        session = _connect(world, opened, plan, stage)
+        session = _connect(world, opened, _load_balanced(world, opened, settings))
         try:
             yield session
         except UserError as error:
             if session.engine is None:
                 raise
-            session.engine.close()
+            session.close()
             exit_alone(error)
-        if session.engine is not None:
-            session.engine.close()
+        session.close()
 
 
 def _together(world: World, prepare: Callable[[], _T]) -> _T:
@@ -99,65 +117,58 @@ class _Opened:
 
     model: Model
     tokenizer: Tokenizer
-    layers: range
-    role: BlockRole
+    ranges: list[range]
+    """Layers by rank."""
     cache: Cache
+    profile: ProfileSettings | None
 
 
 def _open(world: World, settings: RunSettings) -> _Opened:
     model = open_model(settings)
-    ranges = layer_ranges(model.layers, world.world, settings.split)
-    layers, role = ranges[world.rank], block_role(world.rank, world.world)
+    profile = profile_settings(settings.profile_out)
+    ranges = first_ranges(model, world.world, settings.split, settings.balance, SLOTS)
     tokenizer = open_tokenizer(model.checkpoint.tokenizer)
     if world.rank == 0:
         check_request(settings, tokenizer, model.context)
-    return _Opened(model, tokenizer, layers, role, Cache.open(settings.cache_dir))
+        if settings.profile_out is not None:
+            check_folder(settings.profile_out)
+    return _Opened(model, tokenizer, ranges, Cache.open(settings.cache_dir), profile)
 
 
 def _plan(world: World, opened: _Opened) -> Plan:
     return plan_model(opened.model, host_target(), opened.cache, show=world.rank == 0)[0]
 
 
-def _load(world: World, opened: _Opened, wanted_threads: int | None) -> tuple[Plan, Stage]:
+def _load(world: World, opened: _Opened, settings: RunSettings, ranges: list[range]) -> LoadedStage:
     """This rank's stage: its code compiled where it is missing, its weights packed."""
-    model, target, cache = opened.model, host_target(), opened.cache
-    plan = _plan(world, opened)
-    partitions = needed_partitions(plan, opened.layers, opened.role)
-    parameters = [p for partition in partitions for p in partition.parameters]
-    check_parameters(parameters, model.checkpoint)
-    jobs = max(1, default_jobs() // world.local_size)
-    build_objects(plan, partitions, target, cache, jobs, show=world.rank == 0)
-
-    # Compiler processes inherit the affinity, so the team is bound after they are done.
-    threads = threads_for(world, wanted_threads or model.spec.num_threads)
-    prepare_threads(world, threads)
-    library = _link(plan, partitions, cache) if partitions else None
-    weights = pack_parameters(parameters, model.checkpoint, threads)
-    sizes = StageSizes(CHUNK, ROWS, SLOTS, model.context, threads)
-    return plan, Stage(plan, opened.layers, opened.role, weights, library, sizes)
+    layers, sizes = ranges[world.rank], StepSizes(CHUNK, ROWS, SLOTS)
+    show = world.rank == 0
+    return load_stage(opened.model, world, layers, settings.threads, sizes, opened.cache, show)
 
 
-def _link(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Library:
-    """The compiled code of these partitions in this process."""
-    objects = []
-    for key in plan.objects(partitions):
-        data = cache.read_object(key)
-        if data is None:
-            raise UserError(
-                f"{cache.object_path(key)} was removed or altered during the start: start again"
-            )
-        objects.append(data)
-    symbols = [plan.templates[p.template].symbol for p in partitions]
-    return Library(objects, ["bp_run_stage", *dict.fromkeys(symbols)])
+def _load_balanced(world: World, opened: _Opened, settings: RunSettings) -> LoadedStage:
+    """This rank's stage; with measured balance, once more where timing it has moved layers."""
+    loaded = _together(world, lambda: _load(world, opened, settings, opened.ranges))
+    if settings.balance is not Balance.MEASURED or world.comm is None:
+        return loaded
+    times: list[BlockTimes] = world.comm.allgather(block_times(loaded.stage))
+    ranges = measured_ranges(opened.model.layers, times)
+    if world.rank == 0 and settings.stats:
+        print(f"layers by rank: {','.join(str(len(r)) for r in ranges)}", file=sys.stderr)
+    kept = loaded if ranges[world.rank] == opened.ranges[world.rank] else None
+    del loaded  # its weights make room for the others
+    return _together(world, lambda: kept or _load(world, opened, settings, ranges))
 
 
-def _connect(world: World, opened: _Opened, plan: Plan, stage: Stage) -> Session:
+def _connect(world: World, opened: _Opened, loaded: LoadedStage) -> Session:
     """Puts the stage on the ring."""
-    bounds = Bounds(opened.model.context, SLOTS, plan.vocab_size)
+    stage = loaded.stage
+    bounds = Bounds(opened.model.context, SLOTS, loaded.plan.vocab_size)
     ring: Transport | Loopback
     if world.world == 1:
         ring = Loopback(CHUNK, ROWS)
     else:
         ring = Transport(world, CHUNK, ROWS, stage.input_bytes, stage.output_bytes, bounds)
     engine = Engine(stage, ring, bounds) if world.rank == 0 else None
-    return Session(world.rank, engine, opened.tokenizer, stage, ring)
+    profiler = None if opened.profile is None else Profiler(world, stage, ring, opened.profile)
+    return Session(world.rank, engine, opened.tokenizer, stage, ring, profiler)
