@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from buddy_pipeline.launcher.generate import FinishReason
 from buddy_pipeline.partition.errors import UserError
@@ -75,22 +75,28 @@ class TextStream:
         self.write("\n")
 
 
-def check_writable(path: Path) -> None:
-    """Raises UserError if `write_json` could not write there, before any time is spent."""
+def check_writable(path: Path, option: str) -> None:
+    """Raises UserError if no file could be made there, before any time is spent."""
     folder = path.parent
     if path.is_dir() or not folder.is_dir():
-        raise UserError(f"--json {path} cannot be written: give a file in a folder that exists")
+        raise UserError(f"{option} {path} cannot be written: give a file in a folder that exists")
     if not os.access(folder, os.W_OK):
-        raise UserError(f"--json {path} cannot be written: {folder} is read-only")
+        raise UserError(f"{option} {path} cannot be written: {folder} is read-only")
+
+
+def result_fields(result: Result) -> dict[str, Any]:
+    """The result as JSON has it; `top_logits` only if they were asked for."""
+    fields = asdict(result)
+    if result.top_logits:
+        fields["top_logits"] = [[id, logit] for id, logit in result.top_logits]
+    else:
+        del fields["top_logits"]
+    return fields
 
 
 def write_json(path: Path, result: Result) -> None:
     """Writes the result atomically: readers see the old file or the whole new one."""
-    content = asdict(result)
-    if result.top_logits:
-        content["top_logits"] = [[id, logit] for id, logit in result.top_logits]
-    else:
-        del content["top_logits"]
+    content = result_fields(result)
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:

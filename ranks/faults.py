@@ -69,7 +69,7 @@ def exit_alone(error: UserError) -> NoReturn:
 
 
 @contextmanager
-def guarded(world: World) -> Iterator[None]:
+def guarded(world: World, *, show_traceback: bool = False) -> Iterator[None]:
     """Run a rank's work so that whatever ends it early ends the whole job.
 
     Without this an exception would leave Python through MPI_Finalize, which waits for the other
@@ -85,13 +85,13 @@ def guarded(world: World) -> Iterator[None]:
             raise
         _abort(world, _exit_code(leaving))
     except BaseException as error:
-        fatal(world, error)
+        fatal(world, error, show_traceback=show_traceback)
     finally:
         for each, handler in previous.items():
             signal.signal(each, handler)
 
 
-def fatal(world: World, error: BaseException) -> NoReturn:
+def fatal(world: World, error: BaseException, *, show_traceback: bool = False) -> NoReturn:
     """Print one line about an error that only this rank has, and end the job on all ranks.
 
     The exit code is 2 for a UserError and 1 otherwise. A world of one raises it as a SystemExit;
@@ -102,7 +102,7 @@ def fatal(world: World, error: BaseException) -> NoReturn:
     if not isinstance(error, UserError):
         name = type(error).__name__
         text = f"{name}: {text}" if text else name
-        if os.environ.get(TRACEBACK_VARIABLE):
+        if show_traceback or os.environ.get(TRACEBACK_VARIABLE):
             traceback.print_exception(error)
     if world.comm is None:
         _print(text)

@@ -44,10 +44,12 @@ def mpirun(
     interrupt: (text, signal number): once the text is on stdout, send the signal to mpirun; the
     timeout then counts from there.
     """
+    paths = (os.environ.get("PYTHONPATH"), str(ROOT))
     job = subprocess.Popen(
         [MPIRUN, "-n", str(ranks), sys.executable, ROOT / "tests/mpi" / script]
         + [str(argument) for argument in arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        # After the paths that this process was given: they may say which buddy_pipeline is meant.
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
