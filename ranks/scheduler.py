@@ -83,7 +83,8 @@ class Scheduler:
         self._ready: deque[Sequence] = deque()
         self._under_way = 0
         self._decodes_under_way = 0
-        self._backlog = 0  # tokens of prompts that are not sent
+        self._backlog = 0  # prompt tokens that are not sent, of all sequences
+        self._begun = 0  # and of those that have been admitted
         self._chunk = 1
 
     @property
@@ -110,6 +111,8 @@ class Scheduler:
         pieces += self._prompt_pieces(self._prompt_room(len(pieces)))
         if not pieces:
             return None
+        for piece in pieces:
+            piece.sequence.settled = piece.stop
         self._under_way += 1
         self._decodes_under_way += decodes
         return Microbatch(pieces, self._slots.take_changes(), decodes)
@@ -153,11 +156,20 @@ class Scheduler:
         return pieces
 
     def _prompt_room(self, decodes: int) -> int:
+        """Prompt tokens for a microbatch with so many sequences that decode."""
         chunk = self.limits.prefill_chunk
         if chunk is None:
             decoding = len(self._running) > len(self._prompts)
-            chunk = min(self._chunk, _BESIDE_DECODING) if decoding else self._chunk
+            chunk = min(self._chunk, self._even_share()) if decoding else self._chunk
         return min(chunk, self.limits.tokens - decodes)
+
+    def _even_share(self) -> int:
+        """The prompts that may run now, dealt out to one round of microbatches: these pass through
+        the stages behind each other, where a short one would wait for a long one."""
+        places = self.limits.sequences - len(self._running)
+        waiting = max(1, len(self._waiting))
+        tokens = self._begun + (self._backlog - self._begun) * min(1.0, places / waiting)
+        return max(_STREAM_TOKENS, min(_BESIDE_DECODING, math.ceil(tokens / self.decode_groups)))
 
     def _prompt_pieces(self, room: int) -> list[Piece]:
         """The oldest prompts, up to `room` tokens."""
@@ -167,8 +179,10 @@ class Scheduler:
             if piece.is_last:
                 self._prompts.popleft()
             pieces.append(piece)
-            room -= piece.stop - piece.start
-            self._backlog -= piece.stop - piece.start
+            tokens = piece.stop - piece.start
+            room -= tokens
+            self._backlog -= tokens
+            self._begun -= tokens
         return pieces
 
     def _admit(self) -> bool:
@@ -183,6 +197,7 @@ class Scheduler:
         self._running[sequence] = None
         self._prompts.append(sequence)
         self._backlog -= pending - sequence.pending
+        self._begun += sequence.pending
         return True
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -206,6 +221,7 @@ class Scheduler:
         if sequence in self._prompts:
             self._prompts.remove(sequence)
             self._backlog -= sequence.pending
+            self._begun -= sequence.pending
         elif sequence in self._ready:
             self._ready.remove(sequence)
 

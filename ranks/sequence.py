@@ -20,6 +20,9 @@ class Sequence:
     """Its place in the KV cache; None while it waits and when it is finished."""
     sent: int = 0
     """Tokens that are in the KV cache, or will be once the steps under way have run."""
+    settled: int = 0
+    """Those of them that do not belong to the microbatch that is being made up: the next one may
+    count on them."""
     under_way: int = 0
     """Microbatches that it is in: chunks of its prompt follow each other, a token waits for the
     one before."""

@@ -53,6 +53,8 @@ class Slots:
         self._running: dict[int, Sequence] = {}
         self._retained: dict[int, list[int]] = {}
         """Tokens in the slots of finished sequences, the one longest out of use first."""
+        self._starts: dict[tuple[int, ...], set[int]] = {}
+        """Slots by the first _WORTH_SHARING tokens of what they hold, if they have as many."""
 
     def take_changes(self) -> list[SlotChange]:
         """The changes for the next step; they count as told."""
@@ -68,9 +70,15 @@ class Slots:
         """Give a waiting sequence a slot in the smallest tier that fits; False if there is none.
 
         The longest prefix that a slot has of it, if worth it, is copied (or its slot taken over)
-        and counts as sent. The last token is always left to run: its logits are wanted.
+        and counts as sent. The last token is always left to run: its logits are wanted. A sequence
+        that would share much of what the microbatch in the making computes is not let in yet.
         """
         source, shared = self._longest_shared(sequence.ids)
+        if source in self._running:
+            settled = min(shared, self._running[source].settled)
+            if shared - settled >= _WORTH_SHARING:
+                return False
+            source, shared = (source, settled) if settled >= _WORTH_SHARING else (None, 0)
         capacity = self._tier(min(len(sequence.ids) + 1, self._tiers[-1]))
         is_whole = source in self._retained and shared == len(self._retained[source])
         if not is_whole and self._make_room(capacity, needs_slot=True, keep=source):
@@ -89,8 +97,9 @@ class Slots:
         else:
             return False
         self._running[slot] = sequence
+        self._note_start(slot, sequence.ids)
         sequence.slot = slot
-        sequence.sent = shared
+        sequence.sent = sequence.settled = shared
         sequence.reused = min(shared, sequence.prompt_length)
         return True
 
@@ -108,14 +117,15 @@ class Slots:
         """Take a finished sequence out of its slot; what the slot holds is kept while it can be."""
         slot = self._leave(sequence)
         if sequence.sent < _WORTH_SHARING:
-            self._release(slot)
+            self._release(slot, sequence.ids)
         else:
+            self._note_start(slot, sequence.ids)  # it may have been too short for one before
             self._retained[slot] = sequence.ids[: sequence.sent]
 
     def evict(self, sequence: Sequence) -> None:
         """Take a running sequence's slot and memory away; it has to start again."""
-        self._release(self._leave(sequence))
-        sequence.sent = 0
+        self._release(self._leave(sequence), sequence.ids)
+        sequence.sent = sequence.settled = 0
 
     def _leave(self, sequence: Sequence) -> int:
         slot = sequence.slot
@@ -132,9 +142,18 @@ class Slots:
         self._capacity[slot] = capacity
         self.changes.append(SlotChange(slot, capacity, source, positions))
 
-    def _release(self, slot: int) -> None:
+    def _release(self, slot: int, ids: list[int]) -> None:
+        """Empty a slot that holds the beginning of `ids`."""
         self._set(slot, 0, slot, 0)
         self._empty.append(slot)
+        slots = self._starts.get(_start(ids), set())
+        slots.discard(slot)
+        if not slots:
+            self._starts.pop(_start(ids), None)
+
+    def _note_start(self, slot: int, ids: list[int]) -> None:
+        if len(ids) >= _WORTH_SHARING:
+            self._starts.setdefault(_start(ids), set()).add(slot)
 
     def _make_room(
         self, positions: int, *, needs_slot: bool = False, keep: int | None = None
@@ -148,24 +167,25 @@ class Slots:
         for slot in spare:
             if self.positions_left >= positions and (self._empty or not needs_slot):
                 break
-            del self._retained[slot]
-            self._release(slot)
+            self._release(slot, self._retained.pop(slot))
         return True
 
     def _longest_shared(self, ids: list[int]) -> tuple[int | None, int]:
         """The slot with the longest prefix of `ids` (without the last), and that prefix's length;
         None and 0 if none is worth it."""
         best, longest = None, 0
-        limit = len(ids) - 1
-        known = [(slot, s.ids, s.sent) for slot, s in self._running.items()]
-        known += [(slot, tokens, len(tokens)) for slot, tokens in self._retained.items()]
-        for slot, tokens, length in known:
-            length = min(length, limit)
-            if length > longest and length >= _WORTH_SHARING:
-                shared = _common_prefix(ids, tokens, length)
-                if shared > longest and shared >= _WORTH_SHARING:
-                    best, longest = slot, shared
+        for slot in sorted(self._starts.get(_start(ids), ())):
+            running = self._running.get(slot)
+            tokens = self._retained[slot] if running is None else running.ids
+            length = len(tokens) if running is None else running.sent
+            shared = _common_prefix(ids, tokens, min(length, len(ids) - 1))
+            if shared > longest and shared >= _WORTH_SHARING:
+                best, longest = slot, shared
         return best, longest
+
+
+def _start(ids: list[int]) -> tuple[int, ...]:
+    return tuple(ids[:_WORTH_SHARING])
 
 
 def _common_prefix(a: list[int], b: list[int], limit: int) -> int:
