@@ -17,6 +17,7 @@ from buddy_pipeline.compile.kernels.driver import DRIVER, emit_driver
 from buddy_pipeline.compile.manifest import Constant, PartitionPlan, Plan, Template, Value
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.templates import emit_template, island_symbol
+from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.compile.versions import source_digest
 from buddy_pipeline.partition.fragments import resolve
 from buddy_pipeline.partition.graph import NodeKind
@@ -46,7 +47,7 @@ def make_plan(
     model = export_model(config)
     table = {node.name: node for node in model.nodes}
     partitions = partition_graph(model.nodes)
-    drafter = Drafter(model, table, target)
+    drafter = Drafter(model, table, target, VARIANTS[variant])
     sources: dict[str, Source] = {}
     templates: dict[str, Template] = {}
     plans: list[PartitionPlan] = []
@@ -76,6 +77,7 @@ def make_plan(
                 objects=(own, *libraries),
                 scratch=tuple(draft.scratch),
                 thread_scratch=draft.thread_scratch(target),
+                partial=draft.partial(target),
             )
         plans.append(
             PartitionPlan(

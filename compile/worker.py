@@ -13,11 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from buddy_pipeline.compile.cache import Cache, write_atomically
+from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.partition.errors import UserError
 
-#: Address space that building one object may take; a pass that explodes fails instead of swapping.
+#: Address space that a worker may take: a pass that explodes, or a config.json with absurd sizes,
+#: fails instead of swapping.
 MEMORY_LIMIT = 12 << 30
 
 
@@ -25,6 +26,7 @@ def main() -> None:
     """Serves requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a compiler prints must not land among the answers
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, resource.RLIM_INFINITY))
     for line in sys.stdin:
         request = json.loads(line)
         started = time.perf_counter()
@@ -61,13 +63,13 @@ def _plan(cache: Cache, target: Target, request: dict[str, Any]) -> dict[str, An
     for key, source in sources.items():
         folder = cache.source_folder(key)
         names = []
-        write_atomically(folder / f"{source.name}.mlir", source.module.encode())
+        cache.write(folder / f"{source.name}.mlir", source.module.encode())
         for symbol, text in source.islands:
             names.append({"symbol": symbol, "file": f"{symbol}.mlir"})
-            write_atomically(folder / f"{symbol}.mlir", text.encode())
+            cache.write(folder / f"{symbol}.mlir", text.encode())
         index = {"name": source.name, "symbol": source.symbol, "islands": names}
-        write_atomically(folder / "index.json", json.dumps(index).encode())
-    write_atomically(cache.plan_path(request["key"]), plan.to_json().encode())
+        cache.write(folder / "index.json", json.dumps(index).encode())
+    cache.write(cache.plan_path(request["key"]), plan.to_json().encode())
     return {}
 
 
@@ -93,7 +95,6 @@ def _build(cache: Cache, target: Target, key: str) -> dict[str, Any]:
     from buddy_pipeline.compile.codegen import compile_object
     from buddy_pipeline.compile.lowering import lower_island, lower_kernel
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, resource.RLIM_INFINITY))
     folder = cache.source_folder(key)
     index = json.loads((folder / "index.json").read_text())
     modules = [lower_kernel((folder / f"{index['name']}.mlir").read_text())]

@@ -74,6 +74,7 @@ class _Answer:
             stats=Statistics(
                 prompt_tokens=len(self._prompt_ids),
                 prompt_tokens_per_s=len(self._prompt_ids) / to_first,
+                reused_prompt_tokens=tokens[0].reused,
                 generation_tokens=len(tokens),
                 generation_tokens_per_s=after_first / seconds if after_first else None,
                 time_to_first_token_s=to_first,

@@ -21,16 +21,13 @@ from buddy_pipeline.launcher.generate import Request, Token, check_prompt_length
 from buddy_pipeline.launcher.output import Result
 from buddy_pipeline.launcher.prompt import encode_messages, encode_text
 from buddy_pipeline.launcher.session import Check, open_session
-from buddy_pipeline.launcher.settings import PipelineSettings
+from buddy_pipeline.launcher.settings import MAX_SEQUENCES, PipelineSettings
 from buddy_pipeline.ranks.sampling import SamplingOptions
 
 if TYPE_CHECKING:
     from buddy_pipeline.launcher.chat import Message
     from buddy_pipeline.launcher.tokenizer import Tokenizer
     from buddy_pipeline.ranks.engine import Engine
-
-MAX_SEQUENCES = 16
-"""Sequences that run at once when there may be many."""
 
 Prompt = str | Sequence["Message"] | Sequence[int]
 """A text, the messages of a conversation, or token ids."""

@@ -10,16 +10,18 @@ from collections.abc import Sequence
 import typer
 
 from buddy_pipeline.launcher import options
-from buddy_pipeline.launcher.console import print_error
+from buddy_pipeline.launcher.console import print_common_error
 from buddy_pipeline.launcher.default_command import DefaultCommandGroup
 from buddy_pipeline.launcher.settings import (
+    MAX_SEQUENCES,
+    BatchSettings,
     CompileSettings,
     RunSettings,
     VerifySettings,
 )
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.error_lines import USER_ERROR, describe
 
-_USER_ERROR = 2
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 app = typer.Typer(
@@ -54,6 +56,9 @@ def run(
     threads: options.Threads = None,
     split: options.Split = None,
     cache_dir: options.CacheDir = None,
+    prefill_chunk: options.PrefillChunk = None,
+    kv_memory: options.KvMemory = None,
+    step_timeout: options.StepTimeout = None,
     json_file: options.JsonFile = None,
     top_logits: options.TopLogits = 0,
     stats: options.Stats = True,
@@ -86,6 +91,9 @@ def run(
         threads=threads,
         split=_split(split),
         cache_dir=cache_dir,
+        prefill_chunk=prefill_chunk,
+        kv_memory_bytes=kv_memory,
+        step_timeout_s=step_timeout,
         prompt=PromptSource(prompt, prompt_file, messages, raw),
         sampling=sampling,
         top_logits=top_logits,
@@ -95,6 +103,46 @@ def run(
     from buddy_pipeline.launcher.running import run_command
 
     return run_command(settings)
+
+
+@app.command("batch", help="Answers many prompts at once, from a file of JSON lines to another.")
+def batch(
+    *,
+    spec: options.Spec,
+    variant: options.Variant = None,
+    local_model: options.LocalModel = None,
+    input: options.BatchInput,
+    threads: options.Threads = None,
+    split: options.Split = None,
+    cache_dir: options.CacheDir = None,
+    max_sequences: options.MaxSequences = MAX_SEQUENCES,
+    microbatches: options.Microbatches = None,
+    prefill_chunk: options.PrefillChunk = None,
+    kv_memory: options.KvMemory = None,
+    step_timeout: options.StepTimeout = None,
+    output: options.BatchOutput,
+    stats: options.Stats = True,
+) -> int:
+    """Keeps all ranks busy with as many sequences as are to run at once."""
+    settings = BatchSettings(
+        spec=spec,
+        variant=variant,
+        local_model=local_model,
+        threads=threads,
+        split=_split(split),
+        cache_dir=cache_dir,
+        max_sequences=max_sequences,
+        microbatches=microbatches,
+        prefill_chunk=prefill_chunk,
+        kv_memory_bytes=kv_memory,
+        step_timeout_s=step_timeout,
+        input=input,
+        output=output,
+        stats=stats,
+    )
+    from buddy_pipeline.launcher.batch import batch_command
+
+    return batch_command(settings)
 
 
 @app.command("compile", help="Compiles what one rank needs, so that a run starts at once.")
@@ -154,7 +202,8 @@ def verify(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line `arguments`, by default this process's, and returns the exit code.
 
-    0 for success, 2 for what the user can mend, with one line on standard error.
+    0 for success, 2 for what the user can mend and 1 for other faults, with one line on standard
+    error.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -163,13 +212,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = command.main(given or ["--help"], "buddy-pipeline", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except _WRONG_USAGE as error:
-        message = error.format_message()  # type: ignore[attr-defined]
-    except UserError as error:
-        message = str(error)
+        message, code = error.format_message(), USER_ERROR  # type: ignore[attr-defined]
     except typer.Abort:
         return _INTERRUPTED
-    print_error(message)
-    return _USER_ERROR
+    except Exception as error:
+        message, code = describe(error)
+    if message:
+        print_common_error(message)
+    return code
 
 
 # typer does not export the base of its errors about options (click's UsageError, which newer

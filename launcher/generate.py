@@ -42,6 +42,8 @@ class Token:
     """Set on the last token."""
     top_logits: tuple[tuple[int, float], ...] = ()
     """On the first token, when asked for: (id, logit) of the best tokens after the prompt."""
+    reused: int = 0
+    """On the first token: tokens of the prompt that another sequence had computed already."""
 
 
 def generate(engine: Engine, tokenizer: Tokenizer, request: Request) -> Iterator[Token]:
@@ -59,14 +61,15 @@ def generate_all(
     requests come in any order, each as soon as it is sampled. The token that ends a sequence is
     yielded too; its text is not, except with `ignore_eos`, when control tokens are ordinary ones
     and the text spells them out. Requests are taken from the iterable only as the engine has use
-    for them. Raises UserError for an empty prompt and for one longer than the context. Closing the
-    iterator ends all sequences.
+    for them. Raises UserError for a prompt that is empty, longer than the context or not of the
+    model's tokens. Closing the iterator ends all sequences.
     """
     queue = enumerate(requests)
     running: dict[Sequence, _Generation] = {}
     try:
         while True:
             for number, request in queue:
+                check_prompt(request.prompt_ids, engine)
                 generation = _Generation(number, request, tokenizer, engine.context_length)
                 running[generation.sequence] = generation
                 engine.submit(generation.sequence)
@@ -92,7 +95,6 @@ class _Generation:
     """One request on its way: from sampled ids to tokens with text and a reason to end."""
 
     def __init__(self, number: int, request: Request, tokenizer: Tokenizer, context: int) -> None:
-        check_prompt_length(len(request.prompt_ids), context)
         options = request.sampling
         self.number = number
         self.sequence = Sequence(list(request.prompt_ids), make_sampler(options))
@@ -105,8 +107,8 @@ class _Generation:
 
     def token(self, id: int, logits: np.ndarray) -> Token:
         """The sampled `id` as a token; `logits` [vocab] are those that it was chosen from."""
-        best = _best_logits(logits, self._top_logits)
-        self._top_logits = 0
+        is_first = len(self.sequence.ids) == self.sequence.prompt_length + 1
+        best = _best_logits(logits, self._top_logits) if is_first else ()
         self._remaining -= 1
         text = ""
         finish: FinishReason | None = None
@@ -125,7 +127,7 @@ class _Generation:
                 finish = "stop"
             else:
                 text += self._stops.finish()
-        return Token(id, text, finish, best)
+        return Token(id, text, finish, best, self.sequence.reused if is_first else 0)
 
 
 def check_prompt_length(length: int, context: int) -> None:
@@ -136,6 +138,18 @@ def check_prompt_length(length: int, context: int) -> None:
         raise UserError(
             f"the prompt has {length} tokens, but the context holds {context}:"
             " shorten it or raise max_token_len in the spec"
+        )
+
+
+def check_prompt(ids: list[int], engine: Engine) -> None:
+    """Raises UserError for what the engine cannot take: also for tokens of a tokenizer that is not
+    the model's."""
+    check_prompt_length(len(ids), engine.context_length)
+    largest = max(ids)
+    if largest >= engine.vocab_size:
+        raise UserError(
+            f"the tokenizer made token {largest}, but the model knows only {engine.vocab_size}:"
+            " use the tokenizer that belongs to the model"
         )
 
 

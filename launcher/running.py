@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from buddy_pipeline.launcher.api import Pipeline
 from buddy_pipeline.launcher.generate import Request, check_prompt_length
-from buddy_pipeline.launcher.output import TextStream, check_writable, write_json
+from buddy_pipeline.launcher.output import TextStream, write_json
+from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.prompt import encode_prompt
 from buddy_pipeline.launcher.settings import RunSettings
 
@@ -42,4 +43,4 @@ def check_request(settings: RunSettings, tokenizer: Tokenizer, context_length: i
     """
     check_prompt_length(len(encode_prompt(settings.prompt, tokenizer)), context_length)
     if settings.json_path is not None:
-        check_writable(settings.json_path, "--json")
+        check_writable("--json", settings.json_path)

@@ -8,25 +8,23 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from buddy_pipeline.compile.cache import Cache
-from buddy_pipeline.compile.loader import Library
-from buddy_pipeline.compile.manifest import PartitionPlan, Plan
+from buddy_pipeline.compile.manifest import Plan
 from buddy_pipeline.compile.target import host_target
-from buddy_pipeline.launcher.building import build_objects, default_jobs, plan_model
+from buddy_pipeline.launcher.building import plan_model
+from buddy_pipeline.launcher.loading import LoadedStage, StepSizes, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.settings import PipelineSettings
 from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.partition.layers import block_role, layer_ranges
-from buddy_pipeline.ranks.affinity import prepare_threads, threads_for
+from buddy_pipeline.partition.layers import layer_ranges
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.faults import agree, exit_alone, guarded
 from buddy_pipeline.ranks.kv_memory import kv_positions
 from buddy_pipeline.ranks.messages import Bounds
-from buddy_pipeline.ranks.packing import check_parameters, pack_parameters
 from buddy_pipeline.ranks.scheduler import Limits, Scheduler
 from buddy_pipeline.ranks.serve import serve
 from buddy_pipeline.ranks.slots import MOST_CHANGES, Slots, kv_tiers
-from buddy_pipeline.ranks.stage import Stage, StageSizes, needed_partitions
+from buddy_pipeline.ranks.stage import Stage
 from buddy_pipeline.ranks.transport import Loopback, Transport
 from buddy_pipeline.ranks.world import World, join_world
 
@@ -68,8 +66,8 @@ def open_session(
     `check` is called on rank 0 before anything is compiled or loaded.
 
     A command's errors and signals end its process, with one line. With `library` they are the
-    calling program's: a world of one raises what goes wrong as it is, and ranks that must end
-    because one has failed print the traceback.
+    calling program's: a world of one raises what goes wrong as it is, and a rank whose failure
+    ends all ranks prints its traceback.
     """
     try:
         world = join_world()
@@ -79,15 +77,19 @@ def open_session(
         exit_alone(error)
     alone = world.comm is None
     with nullcontext() if library and alone else guarded(world, show_traceback=library):
-        prepared = _together(world, lambda: _prepare(world, settings, check))
-        session = _connect(world, prepared, settings)
+        # What costs nothing to find out comes first. Then one rank of each host makes the plan, so
+        # that a model that cannot be planned is not tried by one rank after the other.
+        opened = _together(world, lambda: _open(world, settings, check))
+        if not alone:
+            _together(world, lambda: _plan(world, opened) if world.local_rank == 0 else None)
+        loaded = _together(world, lambda: _load(world, opened, settings))
+        session = _connect(world, opened, loaded, settings)
         try:
             yield session
         except UserError as error:
-            if alone:
+            if session.engine is None or alone:
                 raise
-            if session.engine is not None:
-                session.engine.close()
+            session.engine.close()
             exit_alone(error)
         if session.engine is not None:
             session.engine.close()
@@ -97,99 +99,75 @@ def _together(world: World, prepare: Callable[[], _T]) -> _T:
     """Runs a preparation on every rank; a user's error on any ends all."""
     if world.comm is None:
         return prepare()
-    result, error = None, None
+    outcome: _T | UserError
     try:
-        result = prepare()
+        outcome = prepare()
     except UserError as mistake:
-        error = str(mistake)
-    agree(world, error)
-    assert result is not None
-    return result
+        outcome = mistake
+    agree(world, str(outcome) if isinstance(outcome, UserError) else None)
+    assert not isinstance(outcome, UserError)
+    return outcome
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """What a rank has before it meets the others to run."""
+class _Opened:
+    """What a rank knows before anything is compiled."""
 
     model: Model
     tokenizer: Tokenizer
-    plan: Plan
-    stage: Stage
-    sizes: StageSizes
+    layers: range
+    cache: Cache
 
 
-def _prepare(world: World, settings: PipelineSettings, check: Check | None) -> _Prepared:
+def _open(world: World, settings: PipelineSettings, check: Check | None) -> _Opened:
     model = open_model(settings)
-    ranges = layer_ranges(model.layers, world.world, settings.split)
-    layers, role = ranges[world.rank], block_role(world.rank, world.world)
+    layers = layer_ranges(model.layers, world.world, settings.split)[world.rank]
     tokenizer = open_tokenizer(model.checkpoint.tokenizer)
     if world.rank == 0 and check is not None:
         check(tokenizer, model.context)
+    return _Opened(model, tokenizer, layers, Cache.open(settings.cache_dir))
 
-    target, cache = host_target(), Cache.open(settings.cache_dir)
+
+def _plan(world: World, opened: _Opened) -> Plan:
+    return plan_model(opened.model, host_target(), opened.cache, show=world.rank == 0)[0]
+
+
+def _load(world: World, opened: _Opened, settings: PipelineSettings) -> LoadedStage:
     show = world.rank == 0
-    plan, _ = plan_model(model, target, cache, show)
-    partitions = needed_partitions(plan, layers, role)
-    parameters = [p for partition in partitions for p in partition.parameters]
-    check_parameters(parameters, model.checkpoint)
-    jobs = max(1, default_jobs() // world.local_size)
-    build_objects(plan, partitions, target, cache, jobs, show)
-
-    # Compiler processes inherit the affinity, so the team is bound after they are done.
-    threads = threads_for(world, settings.threads or model.spec.num_threads)
-    prepare_threads(world, threads)
-    library = _load(plan, partitions, cache) if partitions else None
-    weights = pack_parameters(parameters, model.checkpoint, threads)
-    sizes = StageSizes(
-        tokens=max(CHUNK, settings.max_sequences, settings.prefill_chunk or 0),
-        rows=settings.max_sequences,
-        slots=SLOTS_A_SEQUENCE * settings.max_sequences,
-        context=model.context,
-        threads=threads,
+    sizes = _sizes(settings)
+    return load_stage(
+        opened.model, world, opened.layers, settings.threads, sizes, opened.cache, show
     )
-    stage = Stage(plan, layers, role, weights, library, sizes)
-    return _Prepared(model, tokenizer, plan, stage, sizes)
 
 
-def _load(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Library:
-    """The compiled code of these partitions in this process."""
-    objects = []
-    for key in plan.objects(partitions):
-        data = cache.read_object(key)
-        if data is None:
-            raise UserError(
-                f"{cache.object_path(key)} was removed or altered during the start: start again"
-            )
-        objects.append(data)
-    symbols = [plan.templates[p.template].symbol for p in partitions]
-    return Library(objects, ["bp_run_stage", *dict.fromkeys(symbols)])
+def _sizes(settings: PipelineSettings) -> StepSizes:
+    most = settings.max_sequences
+    return StepSizes(
+        tokens=max(CHUNK, most, settings.prefill_chunk or 0),
+        rows=most,
+        slots=SLOTS_A_SEQUENCE * most,
+    )
 
 
-def _connect(world: World, prepared: _Prepared, settings: PipelineSettings) -> Session:
+def _connect(
+    world: World, opened: _Opened, loaded: LoadedStage, settings: PipelineSettings
+) -> Session:
     """Puts the stage on the ring and, on rank 0, an engine in front of it."""
-    stage, sizes = prepared.stage, prepared.sizes
-    tiers = kv_tiers(sizes.context, prepared.model.spec.kv_tiers)
+    stage, model, sizes = loaded.stage, opened.model, _sizes(settings)
+    tiers = kv_tiers(model.context, model.spec.kv_tiers)
     positions = kv_positions(world, stage.kv.position_bytes, settings.kv_memory_bytes)
     _together(world, lambda: _check_room(positions, tiers[-1]))
-    bounds = Bounds(sizes.context, sizes.slots, prepared.plan.vocab_size)
+    bounds = Bounds(model.context, sizes.slots, loaded.plan.vocab_size)
     groups = settings.microbatches or world.world
     # One more than the groups: a step that waits in front of rank world-1 hides rank 0's sampling.
     in_flight = groups + 1 if world.world > 1 else groups
-    max_changes = MOST_CHANGES * sizes.slots
+    most = {"max_changes": MOST_CHANGES * sizes.slots, "in_flight": in_flight}
     ring: Transport | Loopback
     if world.world == 1:
-        ring = Loopback(sizes.tokens, sizes.rows, max_changes=max_changes, in_flight=in_flight)
+        ring = Loopback(sizes.tokens, sizes.rows, **most)
     else:
-        ring = Transport(
-            world,
-            sizes.tokens,
-            sizes.rows,
-            stage.input_bytes,
-            stage.output_bytes,
-            bounds,
-            max_changes=max_changes,
-            in_flight=in_flight,
-        )
+        payload = (stage.input_bytes, stage.output_bytes)
+        ring = Transport(world, sizes.tokens, sizes.rows, *payload, bounds, **most)
     engine = None
     if world.rank == 0:
         limits = Limits(
@@ -202,7 +180,7 @@ def _connect(world: World, prepared: _Prepared, settings: PipelineSettings) -> S
         )
         scheduler = Scheduler(limits, Slots(sizes.slots, tiers, positions))
         engine = Engine(stage, ring, scheduler, bounds, adapt=settings.microbatches is None)
-    return Session(world.rank, engine, prepared.tokenizer, stage, ring)
+    return Session(world.rank, engine, opened.tokenizer, stage, ring)
 
 
 def _check_room(positions: int, context: int) -> bool:

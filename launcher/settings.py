@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from buddy_pipeline.ranks.sampling import SamplingOptions
 
 
+MAX_SEQUENCES = 16
+"""Sequences that run at once where there may be many."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """Which model, in which variant, from where."""

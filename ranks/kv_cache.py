@@ -23,29 +23,18 @@ class KvCache:
     context: positions that a slot may have at most, rounded up to whole blocks.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[KvLayer],
-        slots: int,
-        context: int,
-        dtype: np.dtype | type = np.float32,
-    ) -> None:
+    def __init__(self, layers: Sequence[KvLayer], slots: int, context: int) -> None:
         sizes = [layer.position_elements for layer in layers]
         self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.position_bytes = sum(layer.position_elements * layer.element_bytes for layer in layers)
+        """Memory of one position in all layers."""
         self._layers = layers
-        self._elements = sum(sizes)
-        self._dtype = np.dtype(dtype)
         self._largest = -(-context // KV_BLOCK) * KV_BLOCK
-        self._memory = [aligned_zeros((0,), self._dtype)] * slots
+        self._memory = [aligned_zeros((0,), np.uint8)] * slots
         self.bases = np.zeros(slots, np.int64)
         """int64 [slots]: address of each slot's memory"""
         self.capacities = np.zeros(slots, np.int64)
         """int64 [slots]: positions that each slot's memory holds"""
-
-    @property
-    def position_bytes(self) -> int:
-        """Memory of one position in all layers."""
-        return self._elements * self._dtype.itemsize
 
     def apply(self, changes: Iterable[Sequence[int]]) -> None:
         """Carry out slot changes (`SlotChange`, or rows of `Step.changes`) in order.
@@ -54,10 +43,10 @@ class KvCache:
         """
         for slot, capacity, source, positions in changes:
             self._check_change(slot, capacity, source, positions)
+            size = capacity * self.position_bytes
             try:
-                memory = aligned_zeros((capacity * self._elements,), self._dtype)
+                memory = aligned_zeros((size,), np.uint8)
             except MemoryError:
-                size = capacity * self.position_bytes
                 raise UserError(
                     f"this host has no {size / 1e6:,.0f} MB for one more sequence of {capacity} "
                     "tokens: lower --kv-memory or --max-sequences"
@@ -103,19 +92,20 @@ class KvCache:
         if not blocks:
             return
         for layer, offset in zip(self._layers, self.offsets, strict=True):
-            old_keys, old_values = _layer_views(source[offset * held :], layer, held)
-            new_keys, new_values = _layer_views(target[offset * capacity :], layer, capacity)
+            old_keys, old_values = _layer_views(source, layer, offset, held)
+            new_keys, new_values = _layer_views(target, layer, offset, capacity)
             new_keys[:, :blocks] = old_keys[:, :blocks]
             new_values[:, :positions] = old_values[:, :positions]
 
 
 def _layer_views(
-    memory: np.ndarray, layer: KvLayer, capacity: int
+    memory: np.ndarray, layer: KvLayer, offset: int, capacity: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [head, block, key · KV_BLOCK] and values [head, position, stride] of the layer whose
-    memory starts there."""
+    """Keys [head, block, key · KV_BLOCK] and values [head, position, stride] of a layer in a slot's
+    memory, as unsigned integers of the elements' size."""
+    elements = memory.view(f"u{layer.element_bytes}")[offset * capacity :]
     keys = (layer.heads, capacity // KV_BLOCK, layer.key * KV_BLOCK)
     values = (layer.heads, capacity, layer.value_stride)
     middle = math.prod(keys)
     end = middle + math.prod(values)
-    return memory[:middle].reshape(keys), memory[middle:end].reshape(values)
+    return elements[:middle].reshape(keys), elements[middle:end].reshape(values)

@@ -11,14 +11,15 @@ from buddy_pipeline.launcher.output import (
     Result,
     Statistics,
     TextStream,
-    check_writable,
     write_json,
 )
+from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.partition.errors import UserError
 
 STATISTICS = Statistics(
     prompt_tokens=37,
     prompt_tokens_per_s=500.04,
+    reused_prompt_tokens=5,
     generation_tokens=48,
     generation_tokens_per_s=61.26,
     time_to_first_token_s=0.074,
@@ -42,7 +43,7 @@ def test_the_statistics_are_one_line() -> None:
 
 
 def test_one_token_has_no_generation_rate() -> None:
-    line = Statistics(1, 1.0, 1, None, 1.0, [0]).line()
+    line = Statistics(1, 1.0, 0, 1, None, 1.0, [0]).line()
     assert "generation 1 tokens, - tokens/s" in line
 
 
@@ -57,6 +58,7 @@ def test_the_json_file_has_the_fields_of_a_run(tmp_path: Path) -> None:
         "stats": {
             "prompt_tokens": 37,
             "prompt_tokens_per_s": 500.04,
+            "reused_prompt_tokens": 5,
             "generation_tokens": 48,
             "generation_tokens_per_s": 61.26,
             "time_to_first_token_s": 0.074,
@@ -82,10 +84,10 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(
 
 
 def test_a_place_that_cannot_be_written_is_refused_beforehand(tmp_path: Path) -> None:
-    check_writable(tmp_path / "out.json")
+    check_writable("--json", tmp_path / "out.json")
     for path in (tmp_path, tmp_path / "none" / "out.json"):
         with pytest.raises(UserError, match=r"--json .* cannot be written"):
-            check_writable(path)
+            check_writable("--json", path)
 
 
 def test_a_terminal_without_unicode_gets_a_question_mark() -> None:

@@ -44,12 +44,10 @@ def mpirun(
     interrupt: (text, signal number): once the text is on stdout, send the signal to mpirun; the
     timeout then counts from there.
     """
-    paths = (os.environ.get("PYTHONPATH"), str(ROOT))
     job = subprocess.Popen(
         [MPIRUN, "-n", str(ranks), sys.executable, ROOT / "tests/mpi" / script]
         + [str(argument) for argument in arguments],
-        # After the paths that this process was given: they may say which buddy_pipeline is meant.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -74,6 +72,12 @@ def mpirun(
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
     return Ended(job.returncode, seen + stdout, stderr)
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with `tests` importable too."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def gone(pid: int) -> bool:
