@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import perf_counter_ns
 
+from buddy_pipeline.compile.manifest import KV_BLOCK
 from buddy_pipeline.ranks.messages import Kind, StepBuffer
 from buddy_pipeline.ranks.stage import Stage
 
@@ -23,7 +24,7 @@ class BlockTimes:
 
 
 def block_times(stage: Stage) -> BlockTimes:
-    """Times the stage on one token at the start of slot 0, whose KV cache is then overwritten.
+    """Times the stage on one token at the start of slot 0, which is empty before and after.
 
     The quickest of a few runs counts, since whatever disturbs a run only makes it longer; its time
     is dealt out to the layers as the profile of all runs is.
@@ -37,6 +38,7 @@ def block_times(stage: Stage) -> BlockTimes:
     following = leaving.begin(Kind.STEP, 0, tokens=1, rows=rows)
     for array in (step.positions, step.slots, step.ids, step.rows, step.payload):
         array[:] = 0
+    stage.kv.apply([(0, KV_BLOCK, 0, 0)])
 
     def run() -> int:
         begin = perf_counter_ns()
@@ -50,6 +52,7 @@ def block_times(stage: Stage) -> BlockTimes:
         quickest = min(run() for _ in range(_RUNS))
     finally:
         stage.stop_profile()
+        stage.kv.apply([(0, 0, 0, 0)])
     times = profile.read()
     layers: dict[int, float] = {}
     for each in times.regions:

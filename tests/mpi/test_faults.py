@@ -18,7 +18,7 @@ def fail(fault: str, where: object) -> Ended:
     ended = mpirun(WORLD, "pipeline.py", fault, where)
     assert ended.code != 0
     assert "Traceback" not in ended.stderr
-    assert "logits" not in ended.stdout
+    assert "together" not in ended.stdout
     return ended
 
 
