@@ -9,8 +9,8 @@ import llvmlite.binding as llvm
 
 from buddy_pipeline.partition.errors import UserError
 
-#: What compiled code calls of the OpenMP runtime. The process may have another runtime with some of
-#: these names (PyTorch brings GNU's), whose thread numbers know nothing of our teams.
+#: What the driver's team calls. Bound to LLVM's runtime one by one: a process that has imported
+#: torch also holds GNU's, in which `omp_get_thread_num` would say 0 to every thread of our team.
 _OPENMP_SYMBOLS = (
     "__kmpc_fork_call",
     "__kmpc_global_thread_num",
@@ -35,11 +35,10 @@ class Library:
         builder = llvm.JITLibraryBuilder()
         for data in objects:
             builder.add_object_img(data)
+        for symbol in _OPENMP_SYMBOLS:
+            builder.import_symbol(symbol, _address(openmp, symbol))
         for symbol in symbols:
             builder.export_symbol(symbol)
-        for symbol in _OPENMP_SYMBOLS:
-            address = ctypes.cast(openmp[symbol], ctypes.c_void_p).value
-            builder.import_symbol(symbol, address)
         self._tracker = builder.add_current_process().link(self._jit, "stage")
 
     def address(self, symbol: str) -> int:
@@ -61,6 +60,12 @@ def load_openmp() -> ctypes.CDLL:
         "no OpenMP runtime was found (libiomp5 or libomp); install the package intel-openmp, "
         "or the system's libomp"
     )
+
+
+def _address(library: ctypes.CDLL, symbol: str) -> int:
+    address = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def _openmp_candidates() -> Iterable[str]:

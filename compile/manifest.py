@@ -5,6 +5,7 @@ imports torch or MLIR.
 """
 
 import base64
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -253,19 +254,27 @@ class Plan:
         return list(dict.fromkeys(keys))
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
-        return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1)
+        """The plan as JSON text, with a checksum of itself."""
+        data = {"format": FORMAT_VERSION, **asdict(self)}
+        return json.dumps({"checksum": _checksum(data), **data}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """Reads `to_json`'s text; ValueError when it is of another version or malformed."""
+        """Reads `to_json`'s text; ValueError when it is altered or of another version."""
         data = json.loads(text)
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT_VERSION:
+        if not isinstance(data, dict) or data.pop("checksum", None) != _checksum(data):
+            raise ValueError("the plan was altered")
+        if data.pop("format", None) != FORMAT_VERSION:
             raise ValueError("the plan is of another format version")
         try:
             return _plan(data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the plan is malformed: {error!r}") from error
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    """SHA-256 of JSON data, however its text is laid out."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _position(unit: str, layers: int) -> int:
