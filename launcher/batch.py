@@ -34,8 +34,8 @@ def batch_command(settings: BatchSettings) -> int:
             check_writable("--output", settings.output)
             finished_ids(settings.output)
 
-    started = time.perf_counter()
     with Pipeline(settings, check) as pipeline, _open_input(settings.input) as texts:
+        started = time.perf_counter()
         done = finished_ids(settings.output)
         total = sum(1 for text in texts if text.strip())
         texts.seek(0)
@@ -49,8 +49,9 @@ def batch_command(settings: BatchSettings) -> int:
             for number, result in pipeline.answers(batch.requests()):
                 write_result(output, batch.ids.pop(number), result)
                 batch.count(result)
+        seconds = time.perf_counter() - started
     if settings.stats:
-        print(batch.summary(time.perf_counter() - started, len(done)), file=sys.stderr)
+        print(batch.summary(seconds, len(done)), file=sys.stderr)
     return 1 if batch.bad else 0
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from buddy_pipeline.launcher.chat import check_messages
 from buddy_pipeline.launcher.generate import Request, check_prompt_length
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 Id = str | int
 
-_SAMPLING = {field.name: field.type for field in fields(SamplingOptions)}
+_SAMPLING = get_type_hints(SamplingOptions)
 _KEYS = ("id", "prompt", "messages", "raw", "top_logits", *_SAMPLING)
-_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
-    "int": ("a whole number", (int,)),
-    "int | None": ("a whole number or null", (int, type(None))),
-    "float": ("a number", (int, float)),
-    "bool": ("true or false", (bool,)),
+_KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
+    int: ("a whole number", (int,)),
+    int | None: ("a whole number or null", (int, type(None))),
+    float: ("a number", (int, float)),
+    bool: ("true or false", (bool,)),
 }
 
 
@@ -118,8 +118,8 @@ def _request(line: dict[str, Any], tokenizer: Tokenizer, context: int) -> Reques
         if key not in _KEYS:
             raise UserError(f"unknown key {key!r}: {nearest(key, _KEYS)}")
     raw, top_logits = line.get("raw", False), line.get("top_logits", 0)
-    _check_kind("raw", raw, "bool")
-    _check_kind("top_logits", top_logits, "int")
+    _check_kind("raw", raw, bool)
+    _check_kind("top_logits", top_logits, int)
     if top_logits < 0:
         raise UserError(f"top_logits is {top_logits}: it must be 0 or more")
     if ("prompt" in line) == ("messages" in line):
@@ -146,11 +146,11 @@ def _sampling(line: dict[str, Any]) -> SamplingOptions:
                 raise UserError(f"stop is {value!r}: it must be a text or a list of texts")
             options[key] = tuple(texts)
         else:
-            _check_kind(key, value, str(_SAMPLING[key]))
+            _check_kind(key, value, _SAMPLING[key])
     return SamplingOptions(**options)
 
 
-def _check_kind(key: str, value: Any, kind: str) -> None:
+def _check_kind(key: str, value: Any, kind: Any) -> None:
     words, types = _KINDS[kind]
     # JSON's true and false are ints to Python, never to the writer of a line.
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):

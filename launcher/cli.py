@@ -86,8 +86,9 @@ def run(
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
         )
-    except UserError as error:  # its message starts with the option's name
-        raise UserError(f"--{error}") from None
+    except UserError as error:  # its message starts with the field's name
+        name, rest = str(error).split(" ", 1)
+        raise UserError(f"--{name.replace('_', '-')} {rest}") from None
     if top_logits and json_file is None:
         raise UserError(f"--top-logits {top_logits} has nowhere to go: add --json FILE")
     _check_balance(split, balance)
