@@ -166,7 +166,9 @@ def _load_balanced(world: World, opened: _Opened, settings: PipelineSettings) ->
     loaded = _together(world, lambda: _load(world, opened, settings, opened.ranges))
     if settings.balance is not Balance.MEASURED or world.comm is None:
         return loaded
-    times: list[BlockTimes] = world.comm.allgather(block_times(loaded.stage))
+    # As many tokens as a decode step of a full pipeline has.
+    tokens = min(opened.model.context, -(-settings.max_sequences // world.world))
+    times: list[BlockTimes] = world.comm.allgather(block_times(loaded.stage, tokens))
     ranges = measured_ranges(opened.model.layers, times)
     if world.rank == 0:
         print(f"layers by rank: {','.join(str(len(r)) for r in ranges)}", file=sys.stderr)
