@@ -177,9 +177,9 @@ class Transport:
             # In this time a rank that computes gets to its next message, or its watchdog ends it.
             if self._patience.until(self._all_there, self._step_timeout_s + _GRACE_S):
                 continue
-            ranks = self._roll_call.silent()
+            ranks, world = self._roll_call.silent(), self._comm.Get_size()
             raise SilentRank(
-                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {self._comm.Get_size()} "
+                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {world} "
                 f"{'have' if len(ranks) > 1 else 'has'} not answered for "
                 f"{self._step_timeout_s + _GRACE_S:g} s (--step-timeout): stopped or out of reach"
             )
