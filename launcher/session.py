@@ -34,6 +34,7 @@ from buddy_pipeline.ranks.serve import serve
 from buddy_pipeline.ranks.slots import MOST_CHANGES, Slots, kv_tiers
 from buddy_pipeline.ranks.stage import Stage
 from buddy_pipeline.ranks.transport import Loopback, Transport
+from buddy_pipeline.ranks.watchdog import WatchedStage
 from buddy_pipeline.ranks.world import World, join_world
 
 _T = TypeVar("_T")
@@ -55,7 +56,7 @@ class Session:
     rank: int
     engine: Engine | None
     tokenizer: Tokenizer
-    _stage: Stage
+    _stage: Stage | WatchedStage
     _ring: Transport | Loopback
     _profiler: Profiler | None
 
@@ -190,9 +191,10 @@ def _connect(
     world: World, opened: _Opened, loaded: LoadedStage, settings: PipelineSettings
 ) -> Session:
     """Puts the stage on the ring and, on rank 0, an engine in front of it."""
-    stage, model, sizes = loaded.stage, opened.model, _sizes(settings)
+    model, sizes = opened.model, _sizes(settings)
+    stage: Stage | WatchedStage = loaded.stage
     tiers = kv_tiers(model.context, model.spec.kv_tiers)
-    positions = kv_positions(world, stage.kv.position_bytes, settings.kv_memory_bytes)
+    positions = kv_positions(world, loaded.stage.kv.position_bytes, settings.kv_memory_bytes)
     _together(world, lambda: _check_room(positions, tiers[-1]))
     bounds = Bounds(model.context, sizes.slots, loaded.plan.vocab_size)
     groups = settings.microbatches or world.world
@@ -203,8 +205,18 @@ def _connect(
     if world.world == 1:
         ring = Loopback(sizes.tokens, sizes.rows, **most)
     else:
-        payload = (stage.input_bytes, stage.output_bytes)
-        ring = Transport(world, sizes.tokens, sizes.rows, *payload, bounds, **most)
+        payload = (loaded.stage.input_bytes, loaded.stage.output_bytes)
+        ring = Transport(
+            world,
+            sizes.tokens,
+            sizes.rows,
+            *payload,
+            bounds,
+            **most,
+            step_timeout_s=settings.step_timeout_s,
+        )
+    if settings.step_timeout_s is not None:
+        stage = WatchedStage(stage, world, settings.step_timeout_s)
     engine = None
     if world.rank == 0:
         limits = Limits(

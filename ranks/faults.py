@@ -95,11 +95,23 @@ def fatal(world: World, error: BaseException, *, show_traceback: bool = False) -
     affair, except that it is not 0 (MPICH's often has 9, for the ranks that it killed).
     """
     text, code = describe(error, show_traceback=show_traceback)
-    if text and world.comm is not None:
-        text = f"rank {world.rank} of {world.world} on {world.hostname}: {text}"
     if text:
-        print_error(text)
+        print_error(_of_rank(world, text))
     _abort(world, code)
+
+
+def end_now(world: World, text: str) -> NoReturn:
+    """Print one line and end the job on all ranks, from any thread, whatever the others do."""
+    print_error(_of_rank(world, text))
+    if world.comm is None:
+        os._exit(FAILURE)
+    _abort(world, FAILURE)
+
+
+def _of_rank(world: World, text: str) -> str:
+    if world.comm is None:
+        return text
+    return f"rank {world.rank} of {world.world} on {world.hostname}: {text}"
 
 
 def _abort(world: World, code: int) -> NoReturn:

@@ -17,12 +17,18 @@ from collections import deque
 from typing import Any
 
 from buddy_pipeline.ranks.messages import Bounds, Kind, ProtocolError, Step, StepBuffer
+from buddy_pipeline.ranks.roll_call import RollCall, answer
 from buddy_pipeline.ranks.waiting import EXCLUSIVE, SHARED, sharpen_sleep
 from buddy_pipeline.ranks.world import World
 
 _TAG = 1
 _RECEIVE_BUFFERS = 2  # one that the stage works on, one that the next message arrives in
 _SEND_BUFFERS = 2  # one on its way, one that the stage writes
+_GRACE_S = 2.0  # a rank's watchdog looks up to a second late
+
+
+class SilentRank(Exception):
+    """A rank has not answered rank 0 for too long."""
 
 
 class Transport:
@@ -32,6 +38,7 @@ class Transport:
     input_bytes, output_bytes: payload a token of the messages that arrive and that leave.
     bounds: what a received step may refer to.
     in_flight: steps that rank 0 may start before it must receive the oldest.
+    step_timeout_s: rank 0 asks after the other ranks when it waits longer; None never does.
 
     A Step returned by `receive` is valid until the next `receive`; one returned by `begin` or
     `carry_on` until it is sent.
@@ -48,6 +55,7 @@ class Transport:
         *,
         max_changes: int,
         in_flight: int,
+        step_timeout_s: float | None = None,
     ) -> None:
         from mpi4py import MPI
 
@@ -56,6 +64,9 @@ class Transport:
         self._source = (world.rank + 1) % world.world
         self._target = (world.rank - 1) % world.world
         self._bounds = bounds
+        self._step_timeout_s = step_timeout_s
+        self._roll_call = RollCall(self._comm) if step_timeout_s and world.rank == 0 else None
+        self._answers = bool(step_timeout_s) and world.rank != 0
         self._patience = EXCLUSIVE if world.cores.exclusive else SHARED
         sharpen_sleep()
 
@@ -77,13 +88,14 @@ class Transport:
     def receive(self) -> Step:
         """Wait for the next message, check it and return it, the receive of its successor posted.
 
-        Raises ProtocolError for a malformed message or one out of order, MPI.Exception if the MPI
-        library reports that the neighbour is gone.
+        Raises ProtocolError for a malformed message or one out of order, SilentRank if a rank is
+        stopped or out of reach, MPI.Exception if the MPI library reports that the neighbour is
+        gone.
         """
         if self._pending is None:
             raise ProtocolError("receive after STOP: no message follows it")
         try:
-            self._wait(self._pending)
+            self._await(self._pending)
         except self._mpi.Exception as error:
             if error.Get_error_class() != self._mpi.ERR_TRUNCATE:
                 raise
@@ -146,6 +158,35 @@ class Transport:
         if parcel.request is not None:
             self._wait(parcel.request)
             parcel.request = None
+
+    def _await(self, request: Any) -> None:
+        """Wait for a message, answering and, on rank 0, asking whether everyone still runs."""
+        if self._answers:
+            answer(self._comm)
+
+        def arrived() -> bool:
+            if self._answers:
+                answer(self._comm)
+            return request.Test(self._status)
+
+        if self._roll_call is None or self._step_timeout_s is None:
+            self._patience.until(arrived)
+            return
+        while not self._patience.until(arrived, self._step_timeout_s):
+            self._roll_call.ask()
+            # In this time a rank that computes gets to its next message, or its watchdog ends it.
+            if self._patience.until(self._all_there, self._step_timeout_s + _GRACE_S):
+                continue
+            ranks, world = self._roll_call.silent(), self._comm.Get_size()
+            raise SilentRank(
+                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {world} "
+                f"{'have' if len(ranks) > 1 else 'has'} not answered for "
+                f"{self._step_timeout_s + _GRACE_S:g} s (--step-timeout): stopped or out of reach"
+            )
+
+    def _all_there(self) -> bool:
+        assert self._roll_call is not None
+        return not self._roll_call.silent()
 
     def _wait(self, request: Any) -> None:
         status = self._status

@@ -10,7 +10,7 @@ import ctypes
 import numpy as np
 
 from buddy_pipeline.partition.layers import pipeline_layer_range
-from buddy_pipeline.ranks.engine import Engine
+from buddy_pipeline.ranks.engine import Engine, LastStage
 from buddy_pipeline.ranks.messages import Bounds, Step
 from buddy_pipeline.ranks.scheduler import Limits, Scheduler
 from buddy_pipeline.ranks.sequence import Sequence
@@ -85,7 +85,7 @@ def floats_at(address: int, tokens: int) -> np.ndarray:
 
 
 def fake_engine(
-    stage: FakeStage,
+    stage: LastStage,
     ring: Transport | Loopback,
     world: int = 1,
     *,

@@ -1,6 +1,6 @@
 """The program that tests start on every rank: a pipeline of fake stages, with a fault on request.
 
-    pipeline.py [FAULT [RANK]]
+    pipeline.py [FAULT [RANK [STEP_TIMEOUT]]]
 
 Rank 0 prints a JSON object with what the pipeline computed. FAULT is one of the functions below
 that take a rank's `Faulty` stage, or a fault in preparation; RANK is where it happens ("all" for
@@ -19,6 +19,7 @@ from buddy_pipeline.ranks.faults import CollectiveExit, agree, exit_alone, guard
 from buddy_pipeline.ranks.messages import Step
 from buddy_pipeline.ranks.serve import serve
 from buddy_pipeline.ranks.transport import Loopback, Transport
+from buddy_pipeline.ranks.watchdog import WatchedStage
 from buddy_pipeline.ranks.world import World, join_world
 from tests.mpi.fake_stage import (
     BOUNDS,
@@ -84,6 +85,14 @@ def hangs(stage: Faulty, step: Step) -> None:
     time.sleep(60)
 
 
+def stopped(stage: Faulty, step: Step) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def is_slow(stage: Faulty, step: Step) -> None:
+    time.sleep(0.8)
+
+
 def sends_noise(stage: Faulty, step: Step) -> None:
     send_bytes(stage, bytes(range(200)))
 
@@ -114,6 +123,8 @@ FAULTS = {
         killed,
         terminated,
         hangs,
+        stopped,
+        is_slow,
         sends_noise,
         sends_too_much,
         repeats_a_step,
@@ -130,7 +141,7 @@ def prepare(world: World, fault: str) -> None:
     agree(world, problem.get(fault))
 
 
-def transport_of(world: World) -> Transport | Loopback:
+def transport_of(world: World, step_timeout_s: float | None) -> Transport | Loopback:
     shape = FakeStage(world.rank, world.world)
     if world.comm is None:
         return Loopback(MAX_TOKENS, MAX_ROWS, max_changes=MAX_CHANGES, in_flight=IN_FLIGHT)
@@ -143,6 +154,7 @@ def transport_of(world: World) -> Transport | Loopback:
         BOUNDS,
         max_changes=MAX_CHANGES,
         in_flight=IN_FLIGHT,
+        step_timeout_s=step_timeout_s,
     )
 
 
@@ -157,13 +169,15 @@ def generate(engine: Engine) -> dict[str, object]:
     }
 
 
-def main(fault: str = "", where: str = "all") -> None:
+def main(fault: str = "", where: str = "all", step_timeout: str = "") -> None:
     world = join_world()
+    seconds = float(step_timeout) if step_timeout else None
     with guarded(world):
         here = fault if where in ("all", str(world.rank)) else ""
         prepare(world, here)
-        transport = transport_of(world)
-        stage = Faulty(world, transport, here if here in FAULTS else "")
+        transport = transport_of(world, seconds)
+        faulty = Faulty(world, transport, here if here in FAULTS else "")
+        stage = faulty if seconds is None else WatchedStage(faulty, world, seconds)
         if world.rank != 0:
             assert isinstance(transport, Transport)
             serve(stage, transport)
