@@ -231,7 +231,7 @@ def _connect(
         engine = Engine(stage, ring, scheduler, bounds, adapt=settings.microbatches is None)
     profiler = None
     if opened.profile is not None:
-        profiler = Profiler(world, stage, ring, engine, opened.profile)
+        profiler = Profiler(world, loaded.stage, ring, engine, opened.profile)
     return Session(world.rank, engine, opened.tokenizer, stage, ring, profiler)
 
 
