@@ -15,7 +15,7 @@ from typing import Any
 from buddy_pipeline.partition.layers import BlockRole
 
 #: Raised whenever the meaning of a field changes; older plans are then made anew.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 #: Every value's row is padded to this many elements, whatever the target's vectors, so that ranks
 #: with different CPUs agree on what crosses.
 ROW_PAD = 32
@@ -42,6 +42,37 @@ class StepWord(Enum):
     SCRATCH = 9  # address of the threads' scratch
     SCRATCH_STRIDE = 10  # bytes of scratch of one thread
     PARTIALS = 11  # address of partial results of attention
+    PROFILE = 12  # address of the threads' profile tables; 0: nobody looks
+    PROFILE_STRIDE = 13  # bytes of one thread's table
+    PROFILE_OTHER = 14  # slot that counts the regions which have none of their own
+
+
+class ProfileWord(Enum):
+    """Index of each 8-byte word at the head of one thread's profile table; times are in ticks."""
+
+    CURSOR = 0  # slot of the region that runs now
+    BEGIN = 1  # when this step's first call began
+    START = 2  # when the region that runs now began
+    END = 3  # when the region before it ended
+    SPAN = 4  # from BEGIN to the last region's end, summed over steps
+    STEPS = 5
+
+
+class SlotWord(Enum):
+    """Index of each 8-byte word of a slot. A thread's table is a head and slots, each of
+    `PROFILE_SLOT_WORDS` words; slot 0 stands for what is before the first region."""
+
+    CALLS = 0
+    WORK = 1  # from a region's start to its barrier
+    WAIT = 2  # in the barrier
+    GAP_BEFORE = 3
+    GAP_AFTER = 4
+    START = 5  # of the last call
+    ARRIVAL = 6  # at the barrier, of the last call
+    END = 7  # of the last call
+
+
+PROFILE_SLOT_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -143,6 +174,7 @@ class Template:
 
     `scratch` lists the row bytes of each temporary, `thread_scratch` the bytes one thread needs
     besides. `objects` are the keys of the object files: its own first, then the kernel libraries.
+    `regions` names what the threads do together between two barriers, in order.
     """
 
     name: str
@@ -151,6 +183,7 @@ class Template:
     scratch: tuple[int, ...]
     thread_scratch: int
     partial: int  # bytes of one partial result of attention
+    regions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -258,12 +291,13 @@ def _plan(data: Mapping[str, Any]) -> Plan:
     }
     templates = {
         n: Template(
-            t["name"],
-            t["symbol"],
-            tuple(t["objects"]),
-            tuple(t["scratch"]),
-            t["thread_scratch"],
-            t["partial"],
+            name=t["name"],
+            symbol=t["symbol"],
+            objects=tuple(t["objects"]),
+            scratch=tuple(t["scratch"]),
+            thread_scratch=t["thread_scratch"],
+            partial=t["partial"],
+            regions=tuple(t["regions"]),
         )
         for n, t in data["templates"].items()
     }
