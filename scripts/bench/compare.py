@@ -27,7 +27,7 @@ import typer
 
 from benchkit.child import Child, child, run_in_child
 from benchkit.contestants import ModelChoice, Ours
-from benchkit.gguf_export import check_export, export_gguf
+from benchkit.gguf_export import check_architecture, export_gguf
 from benchkit.peers import (
     LLAMA_CPP,
     OWN_FILE,
@@ -197,7 +197,7 @@ def _peer_maker(
 def _check_file(choice: ModelChoice, form: str) -> None:
     checkpoint = choice.open().checkpoint
     if form != OWN_FILE:
-        check_export(checkpoint, form)
+        check_architecture(checkpoint)
     elif checkpoint.path.suffix != ".gguf":
         raise UserError(f"--peers llama.cpp:{form}: {checkpoint.path} is no GGUF file")
 
