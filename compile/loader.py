@@ -47,7 +47,10 @@ class Library:
 
 
 def load_openmp() -> ctypes.CDLL:
-    """Loads LLVM's OpenMP runtime, which compiled code calls for its team of threads."""
+    """Loads LLVM's OpenMP runtime, which compiled code calls for its team of threads.
+
+    Raises UserError if there is none.
+    """
     for candidate in _openmp_candidates():
         try:
             return ctypes.CDLL(candidate)

@@ -18,7 +18,7 @@ from buddy_pipeline.ranks.affinity import prepare_threads, threads_for
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.messages import Bounds
 from buddy_pipeline.ranks.packing import check_parameters, pack_parameters
-from buddy_pipeline.ranks.stage import Stage, StageSizes, needed_partitions
+from buddy_pipeline.ranks.stage import DRIVER_SYMBOLS, Stage, StageSizes, needed_partitions
 from buddy_pipeline.ranks.transport import Loopback
 from buddy_pipeline.ranks.world import World, join_world
 
@@ -104,4 +104,4 @@ def _library(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) ->
             )
         objects.append(data)
     symbols = [plan.templates[p.template].symbol for p in partitions]
-    return Library(objects, ["bp_run_stage", *dict.fromkeys(symbols)])
+    return Library(objects, [*DRIVER_SYMBOLS, *dict.fromkeys(symbols)])
