@@ -16,10 +16,10 @@ from typing import Annotated
 import typer
 
 from benchkit.byte_tokenizer import write_tokenizer_files
+from benchkit.command import main
 from benchkit.gguf_export import check_quantisation, export_gguf
 from benchkit.published import SHAPES, published_config, tensor_shapes
 from benchkit.random_weights import DTYPES, file_size, write_random_weights
-from benchkit.report import main
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint import open_checkpoint
 
