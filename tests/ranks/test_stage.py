@@ -43,7 +43,9 @@ class Chain:
             check_parameters(parameters, checkpoint)
             weights = pack_parameters(parameters, checkpoint, 1)
             code = library(family, variant) if partitions else None
-            self.stages.append(Stage(made, layers, role, weights, code, sizes))
+            stage = Stage(made, layers, role, weights, code, sizes)
+            stage.kv.apply([(slot, sizes.context, slot, 0) for slot in range(sizes.slots)])
+            self.stages.append(stage)
         self._buffers = [StepBuffer(64, 64, s.input_bytes) for s in self.stages]
 
     def run(
