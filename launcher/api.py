@@ -21,7 +21,7 @@ from buddy_pipeline.launcher.generate import Request, Token, check_prompt_length
 from buddy_pipeline.launcher.output import Result
 from buddy_pipeline.launcher.prompt import encode_messages, encode_text
 from buddy_pipeline.launcher.session import Check, open_session
-from buddy_pipeline.launcher.settings import MAX_SEQUENCES, PipelineSettings
+from buddy_pipeline.launcher.settings import MAX_SEQUENCES, Balance, PipelineSettings
 from buddy_pipeline.ranks.sampling import SamplingOptions
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class Pipeline:
         local_model: str | Path | None = None,
         threads: int | None = None,
         split: Sequence[int] | None = None,
+        balance: str = "even",
         cache_dir: str | Path | None = None,
         max_sequences: int = MAX_SEQUENCES,
         microbatches: int | None = None,
@@ -70,12 +71,14 @@ class Pipeline:
             local_model=None if local_model is None else Path(local_model),
             threads=threads,
             split=None if split is None else tuple(split),
+            balance=Balance(balance),
             cache_dir=None if cache_dir is None else Path(cache_dir),
             max_sequences=max_sequences,
             microbatches=microbatches,
             prefill_chunk=prefill_chunk,
             kv_memory_bytes=kv_memory_bytes,
             step_timeout_s=step_timeout_s,
+            stats=False,
         )
         return cls(settings, library=True)
 
@@ -85,6 +88,7 @@ class Pipeline:
             if session.engine is not None:
                 self.engine: Engine = session.engine
                 self.tokenizer: Tokenizer = session.tokenizer
+                self._sampler = session.sampler
                 self._exit = stack.pop_all()
                 return self
             session.serve()
@@ -121,7 +125,7 @@ class Pipeline:
     ) -> Iterator[Token]:
         """The tokens of one answer, each as soon as it is sampled; arguments as for `generate`."""
         request = self.request(prompt, SamplingOptions(**sampling), raw, top_logits)
-        return generate(self.engine, self.tokenizer, request)
+        return generate(self.engine, self.tokenizer, request, self._sampler)
 
     def answers(
         self,
@@ -129,7 +133,7 @@ class Pipeline:
         on_token: Callable[[int, Token], None] = lambda number, token: None,
     ) -> Iterator[tuple[int, Result]]:
         """(number of the request, its result) as each is finished; see `answer_all`."""
-        return answer_all(self.engine, self.tokenizer, requests, on_token)
+        return answer_all(self.engine, self.tokenizer, requests, on_token, self._sampler)
 
     def request(
         self, prompt: Prompt, sampling: SamplingOptions, raw: bool = False, top_logits: int = 0

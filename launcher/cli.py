@@ -4,6 +4,7 @@ Only what parsing needs is imported here; a command imports the rest when it sta
 `--help` and a wrong option answer at once.
 """
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -14,8 +15,11 @@ from buddy_pipeline.launcher.console import print_common_error
 from buddy_pipeline.launcher.default_command import DefaultCommandGroup
 from buddy_pipeline.launcher.settings import (
     MAX_SEQUENCES,
+    Balance,
     BatchSettings,
     CompileSettings,
+    PlanBalance,
+    PlanSettings,
     RunSettings,
     VerifySettings,
 )
@@ -55,12 +59,14 @@ def run(
     ignore_eos: options.IgnoreEos = False,
     threads: options.Threads = None,
     split: options.Split = None,
+    balance: options.Balance = Balance.EVEN,
     cache_dir: options.CacheDir = None,
     prefill_chunk: options.PrefillChunk = None,
     kv_memory: options.KvMemory = None,
     step_timeout: options.StepTimeout = None,
     json_file: options.JsonFile = None,
     top_logits: options.TopLogits = 0,
+    profile_out: options.ProfileOut = None,
     stats: options.Stats = True,
 ) -> int:
     """Generates text on rank 0; the other ranks compute their layers."""
@@ -85,12 +91,14 @@ def run(
         raise UserError(f"--{name.replace('_', '-')} {rest}") from None
     if top_logits and json_file is None:
         raise UserError(f"--top-logits {top_logits} has nowhere to go: add --json FILE")
+    _check_balance(split, balance)
     settings = RunSettings(
         spec=spec,
         variant=variant,
         local_model=local_model,
         threads=threads,
         split=_split(split),
+        balance=balance,
         cache_dir=cache_dir,
         prefill_chunk=prefill_chunk,
         kv_memory_bytes=kv_memory,
@@ -99,6 +107,7 @@ def run(
         sampling=sampling,
         top_logits=top_logits,
         json_path=json_file,
+        profile_out=profile_out,
         stats=stats,
     )
     from buddy_pipeline.launcher.running import run_command
@@ -115,6 +124,7 @@ def batch(
     input: options.BatchInput,
     threads: options.Threads = None,
     split: options.Split = None,
+    balance: options.Balance = Balance.EVEN,
     cache_dir: options.CacheDir = None,
     max_sequences: options.MaxSequences = MAX_SEQUENCES,
     microbatches: options.Microbatches = None,
@@ -122,15 +132,18 @@ def batch(
     kv_memory: options.KvMemory = None,
     step_timeout: options.StepTimeout = None,
     output: options.BatchOutput,
+    profile_out: options.ProfileOut = None,
     stats: options.Stats = True,
 ) -> int:
     """Keeps all ranks busy with as many sequences as are to run at once."""
+    _check_balance(split, balance)
     settings = BatchSettings(
         spec=spec,
         variant=variant,
         local_model=local_model,
         threads=threads,
         split=_split(split),
+        balance=balance,
         cache_dir=cache_dir,
         max_sequences=max_sequences,
         microbatches=microbatches,
@@ -139,6 +152,7 @@ def batch(
         step_timeout_s=step_timeout,
         input=input,
         output=output,
+        profile_out=profile_out,
         stats=stats,
     )
     from buddy_pipeline.launcher.batch import batch_command
@@ -200,12 +214,45 @@ def verify(
     return verify_command(settings)
 
 
+@app.command("plan", help="Predicts memory and speed of a split for these hosts, at once.")
+def plan(
+    *,
+    spec: options.Spec,
+    world: options.World,
+    hosts: options.Hosts = None,
+    variant: options.Variant = None,
+    local_model: options.LocalModel = None,
+    split: options.Split = None,
+    balance: options.PlanBalance = PlanBalance.EVEN,
+    sequences: options.Sequences = 16,
+) -> int:
+    """Prints the split, each rank's memory, and tokens/s for one and for many sequences."""
+    _check_balance(split, balance)
+    settings = PlanSettings(
+        spec=spec,
+        variant=variant,
+        local_model=local_model,
+        world=world,
+        hosts=hosts,
+        split=_split(split),
+        balance=balance,
+        sequences=sequences,
+    )
+    from buddy_pipeline.launcher.planning import plan_command
+
+    return plan_command(settings)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line `arguments`, by default this process's, and returns the exit code.
 
     0 for success, 2 for what the user can mend and 1 for other faults, with one line on standard
     error.
     """
+    if arguments is None:
+        # Python's own handler would print a traceback, and would wait for MPI_Init to return,
+        # which it never does when the interrupt has ended another rank.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # Without standalone mode the command's result and its errors arrive here.
@@ -226,6 +273,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # typer does not export the base of its errors about options (click's UsageError, which newer
 # versions of typer carry inside), only one that derives from it.
 _WRONG_USAGE: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def _check_balance(split: str | None, balance: Balance | PlanBalance) -> None:
+    if split is not None and balance.value != "even":
+        raise UserError(
+            f"--split {split} and --balance {balance.value} both deal the layers out: give one"
+        )
 
 
 def _split(text: str | None) -> tuple[int, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,26 @@ class ModelSettings:
     """Overrides where the spec's weights come from."""
 
 
+class Balance(Enum):
+    """How layers are dealt out to ranks."""
+
+    EVEN = "even"
+    """The same number to each, up to one."""
+    MEMORY = "memory"
+    """So that the largest rank is smallest, with embedding, head and KV cache."""
+    MEASURED = "measured"
+    """So that the slowest rank is fastest, by timing every block on its rank."""
+
+
+class PlanBalance(Enum):
+    """How `plan` deals layers out."""
+
+    EVEN = "even"
+    MEMORY = "memory"
+    SPEED = "speed"
+    """So that the slowest rank is fastest, by the cost model."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings(ModelSettings):
     """How the ranks run the model."""
@@ -34,7 +55,8 @@ class PipelineSettings(ModelSettings):
     threads: int | None = None
     """Threads a rank; None divides the cores of each host among its ranks."""
     split: tuple[int, ...] | None = None
-    """Layers a rank, rank 0 first; None deals them out evenly."""
+    """Layers a rank, rank 0 first; None deals them out as `balance` says."""
+    balance: Balance = Balance.EVEN
     cache_dir: Path | None = None
     """Where compiled objects are kept; None is a folder in the user's cache."""
     max_sequences: int = 1
@@ -46,7 +68,11 @@ class PipelineSettings(ModelSettings):
     kv_memory_bytes: int | None = None
     """What the KV cache may take on each rank; None is most of what is free."""
     step_timeout_s: float | None = None
-    """How long a step may take on its way through the ranks; None for ever."""
+    """How long a rank may take for a step; None for ever."""
+    profile_out: Path | None = None
+    """Folder for the profile's trace and picture; None writes neither."""
+    stats: bool = True
+    """Whether figures go to standard error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +83,6 @@ class RunSettings(PipelineSettings):
     sampling: SamplingOptions
     top_logits: int
     json_path: Path | None
-    stats: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +93,6 @@ class BatchSettings(PipelineSettings):
     """JSON lines, see `batch_lines`."""
     output: Path
     """Where results go, one a line, in the order in which they are finished."""
-    stats: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,3 +117,16 @@ class VerifySettings(ModelSettings):
     split: tuple[int, ...] | None
     report: Path | None
     """Where the JSON report goes; None is standard output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(ModelSettings):
+    """`buddy-pipeline plan`: a split, and what it needs and does, without running it."""
+
+    world: int
+    hosts: Path | None
+    """What the hosts can do; None supposes hosts like this one."""
+    split: tuple[int, ...] | None
+    balance: PlanBalance
+    sequences: int
+    """Sequences at once."""
