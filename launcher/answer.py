@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from buddy_pipeline.launcher.generate import Request, Token, generate_all
 from buddy_pipeline.launcher.output import Result, Statistics
-from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
 
 if TYPE_CHECKING:
     from buddy_pipeline.launcher.tokenizer import Tokenizer
@@ -24,7 +23,6 @@ def answer_all(
     tokenizer: Tokenizer,
     requests: Iterable[Request],
     on_token: Callable[[int, Token], None] = lambda number, token: None,
-    sampler: Callable[[SamplingOptions], Sampler] = make_sampler,
 ) -> Iterator[tuple[int, Result]]:
     """Runs requests and yields (number of the request, its result) as each is finished.
 
@@ -39,7 +37,7 @@ def answer_all(
 
     peaks: list[int] = []
     asked = -_MEMORY_AGE_S
-    for number, token in generate_all(engine, tokenizer, noted(), sampler):
+    for number, token in generate_all(engine, tokenizer, noted()):
         answer = answers[number]
         answer.add(token)
         on_token(number, token)

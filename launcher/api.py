@@ -52,13 +52,14 @@ class Pipeline:
         local_model: str | Path | None = None,
         threads: int | None = None,
         split: Sequence[int] | None = None,
-        balance: str = "even",
+        balance: Balance = Balance.EVEN,
         cache_dir: str | Path | None = None,
         max_sequences: int = MAX_SEQUENCES,
         microbatches: int | None = None,
         prefill_chunk: int | None = None,
         kv_memory_bytes: int | None = None,
         step_timeout_s: float | None = None,
+        profile_out: str | Path | None = None,
     ) -> Pipeline:
         """The pipeline of a shipped spec or a JSON file; see `PipelineSettings` for the rest.
 
@@ -71,14 +72,14 @@ class Pipeline:
             local_model=None if local_model is None else Path(local_model),
             threads=threads,
             split=None if split is None else tuple(split),
-            balance=Balance(balance),
+            balance=balance,
             cache_dir=None if cache_dir is None else Path(cache_dir),
             max_sequences=max_sequences,
             microbatches=microbatches,
             prefill_chunk=prefill_chunk,
             kv_memory_bytes=kv_memory_bytes,
             step_timeout_s=step_timeout_s,
-            stats=False,
+            profile_out=None if profile_out is None else Path(profile_out),
         )
         return cls(settings, library=True)
 
@@ -88,7 +89,6 @@ class Pipeline:
             if session.engine is not None:
                 self.engine: Engine = session.engine
                 self.tokenizer: Tokenizer = session.tokenizer
-                self._sampler = session.sampler
                 self._exit = stack.pop_all()
                 return self
             session.serve()
@@ -125,7 +125,7 @@ class Pipeline:
     ) -> Iterator[Token]:
         """The tokens of one answer, each as soon as it is sampled; arguments as for `generate`."""
         request = self.request(prompt, SamplingOptions(**sampling), raw, top_logits)
-        return generate(self.engine, self.tokenizer, request, self._sampler)
+        return generate(self.engine, self.tokenizer, request)
 
     def answers(
         self,
@@ -133,7 +133,7 @@ class Pipeline:
         on_token: Callable[[int, Token], None] = lambda number, token: None,
     ) -> Iterator[tuple[int, Result]]:
         """(number of the request, its result) as each is finished; see `answer_all`."""
-        return answer_all(self.engine, self.tokenizer, requests, on_token, self._sampler)
+        return answer_all(self.engine, self.tokenizer, requests, on_token)
 
     def request(
         self, prompt: Prompt, sampling: SamplingOptions, raw: bool = False, top_logits: int = 0

@@ -150,9 +150,9 @@ def batch(
         prefill_chunk=prefill_chunk,
         kv_memory_bytes=kv_memory,
         step_timeout_s=step_timeout,
+        profile_out=profile_out,
         input=input,
         output=output,
-        profile_out=profile_out,
         stats=stats,
     )
     from buddy_pipeline.launcher.batch import batch_command

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from buddy_pipeline.launcher.stop_texts import StopTexts
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
+from buddy_pipeline.ranks.sampling import SamplingOptions, make_sampler
 from buddy_pipeline.ranks.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -46,22 +46,14 @@ class Token:
     """On the first token: tokens of the prompt that another sequence had computed already."""
 
 
-def generate(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    request: Request,
-    sampler: Callable[[SamplingOptions], Sampler] = make_sampler,
-) -> Iterator[Token]:
+def generate(engine: Engine, tokenizer: Tokenizer, request: Request) -> Iterator[Token]:
     """`generate_all` for one request."""
-    for _, token in generate_all(engine, tokenizer, [request], sampler):
+    for _, token in generate_all(engine, tokenizer, [request]):
         yield token
 
 
 def generate_all(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    requests: Iterable[Request],
-    sampler: Callable[[SamplingOptions], Sampler] = make_sampler,
+    engine: Engine, tokenizer: Tokenizer, requests: Iterable[Request]
 ) -> Iterator[tuple[int, Token]]:
     """Runs requests through the engine and yields (number of the request, its next token).
 
@@ -78,12 +70,9 @@ def generate_all(
         while True:
             for number, request in queue:
                 check_prompt(request.prompt_ids, engine)
-                sequence = Sequence(list(request.prompt_ids), sampler(request.sampling))
-                generation = _Generation(
-                    number, request, sequence, tokenizer, engine.context_length
-                )
-                running[sequence] = generation
-                engine.submit(sequence)
+                generation = _Generation(number, request, tokenizer, engine.context_length)
+                running[generation.sequence] = generation
+                engine.submit(generation.sequence)
                 if engine.waiting >= engine.max_sequences:
                     break
             tokens = []  # all of them before the first is yielded: the logits last no longer
@@ -105,17 +94,10 @@ def generate_all(
 class _Generation:
     """One request on its way: from sampled ids to tokens with text and a reason to end."""
 
-    def __init__(
-        self,
-        number: int,
-        request: Request,
-        sequence: Sequence,
-        tokenizer: Tokenizer,
-        context: int,
-    ) -> None:
+    def __init__(self, number: int, request: Request, tokenizer: Tokenizer, context: int) -> None:
         options = request.sampling
         self.number = number
-        self._sequence = sequence
+        self.sequence = Sequence(list(request.prompt_ids), make_sampler(options))
         # The last token needs no place in the context: nothing is computed from it.
         self._remaining = min(options.max_tokens, context - len(request.prompt_ids) + 1)
         self._eos_ids = frozenset[int]() if options.ignore_eos else tokenizer.eos_ids
@@ -125,7 +107,7 @@ class _Generation:
 
     def token(self, id: int, logits: np.ndarray) -> Token:
         """The sampled `id` as a token; `logits` [vocab] are those that it was chosen from."""
-        is_first = len(self._sequence.ids) == self._sequence.prompt_length + 1
+        is_first = len(self.sequence.ids) == self.sequence.prompt_length + 1
         best = _best_logits(logits, self._top_logits) if is_first else ()
         self._remaining -= 1
         text = ""
@@ -145,7 +127,7 @@ class _Generation:
                 finish = "stop"
             else:
                 text += self._stops.finish()
-        return Token(id, text, finish, best, self._sequence.reused if is_first else 0)
+        return Token(id, text, finish, best, self.sequence.reused if is_first else 0)
 
 
 def check_prompt_length(length: int, context: int) -> None:

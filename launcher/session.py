@@ -29,7 +29,6 @@ from buddy_pipeline.ranks.profile import (
     check_folder,
     profile_settings,
 )
-from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
 from buddy_pipeline.ranks.scheduler import Limits, Scheduler
 from buddy_pipeline.ranks.serve import serve
 from buddy_pipeline.ranks.slots import MOST_CHANGES, Slots, kv_tiers
@@ -66,11 +65,6 @@ class Session:
         assert isinstance(self._ring, Transport)
         serve(self._stage, self._ring)
 
-    def sampler(self, options: SamplingOptions) -> Sampler:
-        """A sampler whose calls the profile sees, if there is one."""
-        sample = make_sampler(options)
-        return sample if self._profiler is None else self._profiler.sampler(sample)
-
     def close(self) -> None:
         """Ends the pipeline, on rank 0 for all ranks; rank 0 shows the profile, if there is one."""
         if self.engine is not None:
@@ -105,7 +99,8 @@ def open_session(
         opened = _together(world, lambda: _open(world, settings, check))
         if not alone:
             _together(world, lambda: _plan(world, opened) if world.local_rank == 0 else None)
-        session = _connect(world, opened, _load_balanced(world, opened, settings), settings)
+        loaded = _load_balanced(world, opened, settings)
+        session = _connect(world, opened, loaded, settings)
         try:
             yield session
         except UserError as error:
@@ -145,15 +140,13 @@ class _Opened:
 def _open(world: World, settings: PipelineSettings, check: Check | None) -> _Opened:
     model = open_model(settings)
     profile = profile_settings(settings.profile_out)
-    ranges = first_ranges(
-        model, world.world, settings.split, settings.balance, settings.max_sequences
-    )
+    most = settings.max_sequences
+    ranges = first_ranges(model, world.world, settings.split, settings.balance, most)
     tokenizer = open_tokenizer(model.checkpoint.tokenizer)
-    if world.rank == 0:
-        if check is not None:
-            check(tokenizer, model.context)
-        if settings.profile_out is not None:
-            check_folder(settings.profile_out)
+    if world.rank == 0 and check is not None:
+        check(tokenizer, model.context)
+    if world.rank == 0 and settings.profile_out is not None:
+        check_folder(settings.profile_out)
     return _Opened(model, tokenizer, ranges, Cache.open(settings.cache_dir), profile)
 
 
@@ -164,9 +157,8 @@ def _plan(world: World, opened: _Opened) -> Plan:
 def _load(
     world: World, opened: _Opened, settings: PipelineSettings, ranges: list[range]
 ) -> LoadedStage:
-    """This rank's stage: its code compiled where it is missing, its weights packed."""
-    layers, sizes = ranges[world.rank], _sizes(settings)
     show = world.rank == 0
+    layers, sizes = ranges[world.rank], _sizes(settings)
     return load_stage(opened.model, world, layers, settings.threads, sizes, opened.cache, show)
 
 
@@ -175,9 +167,11 @@ def _load_balanced(world: World, opened: _Opened, settings: PipelineSettings) ->
     loaded = _together(world, lambda: _load(world, opened, settings, opened.ranges))
     if settings.balance is not Balance.MEASURED or world.comm is None:
         return loaded
-    times: list[BlockTimes] = world.comm.allgather(block_times(loaded.stage))
+    # As many tokens as a decode step of a full pipeline has.
+    tokens = min(opened.model.context, -(-settings.max_sequences // world.world))
+    times: list[BlockTimes] = world.comm.allgather(block_times(loaded.stage, tokens))
     ranges = measured_ranges(opened.model.layers, times)
-    if world.rank == 0 and settings.stats:
+    if world.rank == 0:
         print(f"layers by rank: {','.join(str(len(r)) for r in ranges)}", file=sys.stderr)
     kept = loaded if ranges[world.rank] == opened.ranges[world.rank] else None
     del loaded  # its weights make room for the others
@@ -237,7 +231,7 @@ def _connect(
         engine = Engine(stage, ring, scheduler, bounds, adapt=settings.microbatches is None)
     profiler = None
     if opened.profile is not None:
-        profiler = Profiler(world, loaded.stage, ring, opened.profile)
+        profiler = Profiler(world, loaded.stage, ring, engine, opened.profile)
     return Session(world.rank, engine, opened.tokenizer, stage, ring, profiler)
 
 

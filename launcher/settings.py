@@ -71,8 +71,6 @@ class PipelineSettings(ModelSettings):
     """How long a rank may take for a step; None for ever."""
     profile_out: Path | None = None
     """Folder for the profile's trace and picture; None writes neither."""
-    stats: bool = True
-    """Whether figures go to standard error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +81,7 @@ class RunSettings(PipelineSettings):
     sampling: SamplingOptions
     top_logits: int
     json_path: Path | None
+    stats: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +92,7 @@ class BatchSettings(PipelineSettings):
     """JSON lines, see `batch_lines`."""
     output: Path
     """Where results go, one a line, in the order in which they are finished."""
+    stats: bool
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -202,7 +202,7 @@ def test_the_driver_needs_openmp_and_defines_the_barrier(target: Target) -> None
     file = read_elf(kernel.object)
     assert file.machine == MACHINES[target.triple.split("-")[0]]
     assert file.visible == {driver.DRIVER, driver.TICKS, BARRIER, END_REGION}
-    assert file.undefined == {
+    assert file.undefined - C_LIBRARY == {
         "sched_yield",
         "omp_get_thread_num",
         "__kmpc_fork_call",

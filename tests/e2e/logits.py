@@ -12,19 +12,14 @@ from pathlib import Path
 
 import numpy as np
 
+from buddy_pipeline.launcher import cli, running
 from buddy_pipeline.launcher.session import open_session
-from buddy_pipeline.launcher.settings import PipelineSettings
+from buddy_pipeline.launcher.settings import RunSettings
 from buddy_pipeline.ranks.engine import Engine
-from buddy_pipeline.ranks.faults import CollectiveExit
 from buddy_pipeline.ranks.sampling import Sampler
 from buddy_pipeline.ranks.sequence import Sequence
 
 NEW_TOKENS = 16
-
-
-def settings(checkpoint: Path, cache: Path) -> PipelineSettings:
-    spec = checkpoint / "spec.json"  # written by the test
-    return PipelineSettings(spec=str(spec), local_model=checkpoint, cache_dir=cache, stats=False)
 
 
 def compute(engine: Engine, prompt: np.ndarray) -> dict[str, np.ndarray]:
@@ -53,16 +48,22 @@ def run(
     return sequence.ids[len(ids) :], logits
 
 
-def main(checkpoint: str, cache: str, prompt: str, out: str) -> None:
-    with open_session(settings(Path(checkpoint), Path(cache))) as session:
-        if session.engine is None:
-            session.serve()
-        else:
-            np.savez(out, **compute(session.engine, np.load(prompt)))
+def main(checkpoint: str, cache: str, prompt: str, out: str) -> int:
+    def write_logits(settings: RunSettings) -> int:
+        with open_session(settings) as session:
+            if session.engine is None:
+                session.serve()
+            else:
+                np.savez(out, **compute(session.engine, np.load(prompt)))
+        return 0
+
+    # The command line makes the settings; then this takes the place of the answer.
+    running.run_command = write_logits
+    spec = Path(checkpoint) / "spec.json"
+    spec.write_text("{}")
+    model = ["--spec", str(spec), "--local-model", checkpoint]
+    return cli.main([*model, "--cache-dir", cache, "--prompt", "unused"])
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except CollectiveExit as leaving:
-        sys.exit(leaving.code)
+    sys.exit(main(*sys.argv[1:]))

@@ -9,7 +9,6 @@ import numpy as np
 
 from buddy_pipeline.launcher.token_bytes import Detokenizer
 from buddy_pipeline.ranks.engine import Sampled
-from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
 from buddy_pipeline.ranks.sequence import Sequence as PipelineSequence
 
 
@@ -86,9 +85,6 @@ class FakeSession:
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     opened: bool = False
     served: bool = False
-
-    def sampler(self, options: SamplingOptions) -> Sampler:
-        return make_sampler(options)
 
     def serve(self) -> None:
         self.served = True
