@@ -15,6 +15,8 @@ from buddy_pipeline.ranks.memory_blocks import ALIGNMENT, arena
 
 #: Elements of a weight that are read and packed at a time: 2 MB of f32, which stay in cache.
 _PIECE = 1 << 19
+#: NumPy's types of numbers that are packed as stored.
+_STORED = {"bf16": np.uint16, "f16": np.float16}
 
 
 def check_parameters(parameters: Iterable[Parameter], checkpoint: Checkpoint) -> None:
@@ -104,36 +106,29 @@ def _pack_part(
     for first in range(0, len(panels), piece):
         low, high = first * width, min((first + piece) * width, part.rows)
         if whole is None:
-            rows = _rows_as(form.source, name, low, high, checkpoint)
+            rows = _rows_as(form, name, low, high, checkpoint)
         else:
-            rows = _converted(form.source, np.ascontiguousarray(whole[low:high]), name)
+            rows = _converted(form, np.ascontiguousarray(whole[low:high]), name)
         form.pack(rows, panels[first : first + -(-len(rows) // width)])
 
 
-def _rows_as(dtype: str, name: str, low: int, high: int, checkpoint: Checkpoint) -> np.ndarray:
-    """Rows in the type that a weight format packs; as stored where that is the type already."""
-    if checkpoint.tensors[name].dtype == dtype.upper() and dtype != "f32":
+def _rows_as(
+    form: WeightFormat, name: str, low: int, high: int, checkpoint: Checkpoint
+) -> np.ndarray:
+    """Rows as a weight format packs them; as stored where the checkpoint has them so."""
+    if checkpoint.tensors[name].dtype == form.source.upper() and form.source != "f32":
         stored = checkpoint.stored_rows(name, low, high)
         if stored is not None:
-            return stored.view(np.float16 if dtype == "f16" else np.uint16)
-    return _converted(dtype, checkpoint.read_rows(name, low, high), name)
+            return stored.view(_STORED.get(form.source, np.uint8))
+    return _converted(form, checkpoint.read_rows(name, low, high), name)
 
 
-def _converted(dtype: str, rows: np.ndarray, name: str) -> np.ndarray:
-    """float32 rows rounded to the nearest number of `dtype`, ties to even."""
-    if dtype == "f32":
-        return rows
-    if dtype == "f16":
-        with np.errstate(over="ignore"):
-            halves = rows.astype(np.float16)
-        if np.isinf(halves).any() and np.isfinite(rows).all():
-            raise UserError(
-                f"tensor '{name}' has values beyond the range of f16: use --variant bf16"
-            )
-        return halves
-    bits = rows.view(np.uint32)
-    odd = (bits >> 16) & 1
-    return ((bits + 0x7FFF + odd) >> 16).astype(np.uint16)
+def _converted(form: WeightFormat, rows: np.ndarray, name: str) -> np.ndarray:
+    """float32 rows as a weight format packs them."""
+    try:
+        return form.from_f32(rows)
+    except ValueError as error:
+        raise UserError(f"tensor '{name}' {error}") from None
 
 
 def _pack_bias(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:

@@ -8,8 +8,11 @@ from buddy_pipeline.compile.formats.base import WeightFormat
 from buddy_pipeline.compile.formats.bf16 import Bf16
 from buddy_pipeline.compile.formats.f16 import F16
 from buddy_pipeline.compile.formats.f32 import F32
+from buddy_pipeline.compile.formats.w8 import W8
 
-FORMATS: dict[str, WeightFormat] = {f.name: f for f in (F32(), Bf16(), F16())}
+FORMATS: dict[str, WeightFormat] = {
+    f.name: f for f in (F32(), Bf16(), F16(), W8("w8a32"), W8("w8a16"))
+}
 
 
 def weight_format(name: str) -> WeightFormat:

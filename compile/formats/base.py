@@ -13,6 +13,7 @@ from buddy_pipeline.compile.target import Target
 BLOCK_K = 256
 #: Bytes between packed activation rows beyond a block: rows must not share cache sets.
 ROW_PADDING = 64
+_BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class TileShape:
 class WeightFormat(Protocol):
     """One way to keep a matrix in memory and to multiply with it.
 
-    A panel holds `Target.panel` outputs over all of K; the kernel walks K in units of `unit`.
+    A panel holds `Target.panel` outputs over all of K; the kernel walks K in units of `unit`. With
+    `scaled` a panel begins with one f32 an output, by which a finished chain is multiplied.
     """
 
     @property
@@ -46,18 +48,26 @@ class WeightFormat(Protocol):
     def unit(self) -> int:
         """Steps of K that are packed, read and multiplied together."""
 
+    @property
+    def scaled(self) -> bool:
+        """Whether each output has one scale over all of K, applied behind the chain."""
+
     def unit_bytes(self, panel: int) -> int:
         """Bytes of one unit of a packed panel."""
 
+    @property
+    def source(self) -> str:
+        """What `pack` takes: "f32", "bf16" (as uint16) or "f16" [outputs, K], or the name of a
+        row format of `quantised_rows` (uint8 [outputs, bytes])."""
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """float32 [outputs, K] as `source`; ValueError saying what cannot be represented."""
+
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
-        """Packs `rows` [outputs, K] (of dtype `source`) into `panels`, uint8 [panels, bytes].
+        """Packs rows of `source` into `panels`, uint8 [panels, bytes].
 
         `outputs` may end inside the last panel; the rest of that panel is left as it is (zero).
         """
-
-    @property
-    def source(self) -> str:
-        """The dtype that `pack` takes: "f32", "bf16" (as uint16) or "f16"."""
 
     def activation_bytes(self, target: Target) -> int:
         """Bytes of one activation as tiles read it: 4 (f32) or 2 (bf16)."""
@@ -87,8 +97,13 @@ def row_bytes(activation_bytes: int) -> int:
 
 
 def panel_bytes(form: WeightFormat, depth: int, panel: int) -> int:
-    """Bytes of one packed panel of `depth` inputs, rounded up to whole units."""
-    return -(-depth // form.unit) * form.unit_bytes(panel)
+    """Bytes of one packed panel of `depth` inputs: scales, then K rounded up to whole units."""
+    return head_bytes(form, panel) + -(-depth // form.unit) * form.unit_bytes(panel)
+
+
+def head_bytes(form: WeightFormat, panel: int) -> int:
+    """Bytes of a packed panel before its units."""
+    return 4 * panel if form.scaled else 0
 
 
 def accumulate(
@@ -112,6 +127,38 @@ def accumulate(
             following.append(t.fma(activation, at_k[panel, v], accumulator, vector))
         accumulators = following
     return accumulators
+
+
+def accumulate_pairs(
+    t: Text,
+    target: Target,
+    shape: TileShape,
+    weights: dict[tuple[int, int], str],
+    inputs: str,
+    accumulators: list[str],
+) -> list[str]:
+    """accumulator += both products of a pair of k, with the CPU's own order and rounding.
+
+    `weights` are bf16 pairs (panel, vector) → vector<2·lanes x bf16>; activations are bf16.
+    """
+    lanes = target.lanes
+    vector, words = f"vector<{lanes}xf32>", f"vector<{lanes}xi32>"
+    halves = f"vector<{2 * lanes}xbf16>"
+    stride = row_bytes(2) // 4
+    following = []
+    activation = ""
+    for accumulator, (row, panel, v) in zip(accumulators, shape.places(target), strict=True):
+        if (panel, v) == (0, 0):
+            pair = t.load(t.gep(inputs, row * stride, "i32"), "i32")
+            spread = t.broadcast(pair, words, "i32")
+            activation = t.op(f"vector.bitcast {spread} : {words} to {halves}")
+        following.append(
+            t.op(
+                f'llvm.call_intrinsic "{_BF16_DOT}"({accumulator}, {activation}, '
+                f"{weights[panel, v]}) : ({vector}, {halves}, {halves}) -> {vector}"
+            )
+        )
+    return following
 
 
 def interleave(rows: np.ndarray, panels: np.ndarray, group: int) -> None:

@@ -16,10 +16,19 @@ class F16:
     name: str = "f16"
     unit: int = 1
     source: str = "f16"
+    scaled: bool = False
 
     def unit_bytes(self, panel: int) -> int:
         """Bytes of one k of a panel."""
         return 2 * panel
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """Rounded to the nearest, ties to even; finite numbers must stay finite."""
+        with np.errstate(over="ignore"):
+            halves = rows.astype(np.float16)
+        if np.isinf(halves).any() and np.isfinite(rows).all():
+            raise ValueError("has values beyond the range of f16: use --variant bf16")
+        return halves
 
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
         """See `WeightFormat.pack`."""

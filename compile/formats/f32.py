@@ -16,10 +16,15 @@ class F32:
     name: str = "f32"
     unit: int = 1
     source: str = "f32"
+    scaled: bool = False
 
     def unit_bytes(self, panel: int) -> int:
         """Bytes of one k of a panel."""
         return 4 * panel
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """As they are."""
+        return rows
 
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
         """See `WeightFormat.pack`."""

@@ -3,7 +3,7 @@
 The table has the layout of a linear's weights, so that a tied head and the embedding share memory.
 """
 
-from buddy_pipeline.compile.formats.base import WeightFormat
+from buddy_pipeline.compile.formats.base import WeightFormat, head_bytes
 from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
@@ -34,6 +34,7 @@ def emit_embedding(target: Target, form: WeightFormat) -> str:
         units = t.add("%depth", t.constant(form.unit - 1))
         units = t.binary("arith.divui", units, t.constant(form.unit))
         panel_bytes = t.mul(units, t.constant(form.unit_bytes(target.panel)))
+        panel_bytes = t.add(panel_bytes, t.constant(head_bytes(form, target.panel)))
         low, high = thread_share(t, "%tokens", "%tid", "%team")
         with t.loop(low, high, one) as token:
             row = t.word(t.gep("%ids", t.mul(token.index, "%ldi"), "i64"), 0)

@@ -16,6 +16,7 @@ import pytest
 from buddy_pipeline.compile.codegen import compile_object
 from buddy_pipeline.compile.formats import FORMATS, WeightFormat
 from buddy_pipeline.compile.formats.base import panel_bytes
+from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS, split_records
 from buddy_pipeline.compile.kernels import attention, driver, embedding, linear
 from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.loader import Library
@@ -133,9 +134,19 @@ def panels_of(weight: np.ndarray, target: Target, form: WeightFormat) -> np.ndar
     outputs, inputs = weight.shape
     count = -(-outputs // target.panel)
     panels = aligned_zeros((count, panel_bytes(form, inputs, target.panel)), np.uint8)
-    sources = {"f32": weight, "f16": weight.astype(np.float16), "bf16": bf16_bits(weight)}
-    form.pack(sources[form.source], panels)
+    form.pack(form.from_f32(weight), panels)
     return panels
+
+
+def stored_as(weight: np.ndarray, form: WeightFormat) -> np.ndarray:
+    """float64: the numbers that [outputs, inputs] become in a format."""
+    rows = form.from_f32(weight)
+    if form.source in ROW_FORMATS:
+        fields = split_records(ROW_FORMATS[form.source], rows, weight.shape[1])
+        return fields[""].astype(np.float64) * fields["scale"].astype(np.float64)
+    if form.source == "bf16":
+        rows = (rows.astype(np.uint32) << 16).view(np.float32)
+    return rows.astype(np.float64)
 
 
 def run_linear(
