@@ -8,6 +8,7 @@ import numpy as np
 
 from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.formats.base import WeightFormat, panel_bytes
+from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS
 from buddy_pipeline.compile.manifest import Parameter, WeightPart
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint import Checkpoint
@@ -100,27 +101,38 @@ def _pack_part(
     checkpoint: Checkpoint,
 ) -> None:
     """Packs one matrix, some panels at a time."""
+    kept = _is_kept(form, name, part.transposed, checkpoint)
     # A weight stored as [inputs, outputs] has no rows to read piece by piece: all of it is read.
-    whole = checkpoint.read(name).T if part.transposed else None
+    whole = checkpoint.read(name).T if part.transposed and not kept else None
     piece = max(1, _PIECE // (width * part.columns))
     for first in range(0, len(panels), piece):
         low, high = first * width, min((first + piece) * width, part.rows)
-        if whole is None:
-            rows = _rows_as(form, name, low, high, checkpoint)
+        if kept:
+            rows = _as_kept(form, name, low, high, checkpoint)
+        elif whole is None:
+            rows = _converted(form, checkpoint.read_rows(name, low, high), name)
         else:
             rows = _converted(form, np.ascontiguousarray(whole[low:high]), name)
         form.pack(rows, panels[first : first + -(-len(rows) // width)])
 
 
-def _rows_as(
+def _is_kept(form: WeightFormat, name: str, transposed: bool, checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint has the tensor as the format packs it."""
+    if form.source in ROW_FORMATS:
+        return checkpoint.has_records(name, form.source)
+    return not transposed and checkpoint.tensors[name].dtype == form.source.upper()
+
+
+def _as_kept(
     form: WeightFormat, name: str, low: int, high: int, checkpoint: Checkpoint
 ) -> np.ndarray:
-    """Rows as a weight format packs them; as stored where the checkpoint has them so."""
-    if checkpoint.tensors[name].dtype == form.source.upper() and form.source != "f32":
-        stored = checkpoint.stored_rows(name, low, high)
-        if stored is not None:
-            return stored.view(_STORED.get(form.source, np.uint8))
-    return _converted(form, checkpoint.read_rows(name, low, high), name)
+    """Rows as stored, without a detour through f32 where the file's layout allows."""
+    if form.source in ROW_FORMATS:
+        return checkpoint.records(name, low, high)
+    stored = None if form.source == "f32" else checkpoint.stored_rows(name, low, high)
+    if stored is None:
+        return _converted(form, checkpoint.read_rows(name, low, high), name)
+    return stored.view(_STORED[form.source])
 
 
 def _converted(form: WeightFormat, rows: np.ndarray, name: str) -> np.ndarray:

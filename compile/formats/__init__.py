@@ -8,11 +8,18 @@ from buddy_pipeline.compile.formats.base import WeightFormat
 from buddy_pipeline.compile.formats.bf16 import Bf16
 from buddy_pipeline.compile.formats.f16 import F16
 from buddy_pipeline.compile.formats.f32 import F32
+from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS
 from buddy_pipeline.compile.formats.w8 import W8
 
 FORMATS: dict[str, WeightFormat] = {
     f.name: f for f in (F32(), Bf16(), F16(), W8("w8a32"), W8("w8a16"))
 }
+
+
+def elements_a_byte(name: str) -> int:
+    """Elements of a weight format that share a byte of what is stored; 1 for wide ones too."""
+    source = FORMATS[name].source
+    return 8 // ROW_FORMATS[source].bits if source in ROW_FORMATS else 1
 
 
 def weight_format(name: str) -> WeightFormat:

@@ -21,6 +21,13 @@ class RowFormat(Protocol):
     def name(self) -> str:
         """What manifests call it; the `source` of the weight formats that take it."""
 
+    @property
+    def bits(self) -> int:
+        """Bits of one quantised number."""
+
+    def check_depth(self, depth: int) -> None:
+        """Raises ValueError, saying why, if rows of `depth` numbers cannot be quantised."""
+
     def fields(self, depth: int) -> dict[str, tuple[np.dtype, int]]:
         """Type and count of every field of a record, in order; "" is the weights themselves."""
 
@@ -57,6 +64,10 @@ class Int8Rows:
     """Symmetric int8 with one float32 scale an output: w = q · scale, q from -127 to 127."""
 
     name: str = "w8"
+    bits: int = 8
+
+    def check_depth(self, depth: int) -> None:
+        """Rows of any length can."""
 
     def fields(self, depth: int) -> dict[str, tuple[np.dtype, int]]:
         """A scale and K bytes."""
