@@ -131,7 +131,7 @@ def model_counts(checkpoint: Checkpoint, variant: Variant, biased: bool) -> Coun
 def _linears(checkpoint: Checkpoint, biased: bool) -> list[tuple[tuple[int, ...], int]]:
     """Shape and outputs of every linear's matrix; a tied head is the embedding's."""
     found: list[tuple[tuple[int, ...], int]] = []
-    tied = checkpoint.ties_head()
+    tied = checkpoint.ties_head
     for name, info in checkpoint.tensors.items():
         if len(info.shape) != 2 or not name.endswith(".weight"):
             continue

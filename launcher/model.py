@@ -37,12 +37,15 @@ class Model:
 
     spec: Spec
     checkpoint: Checkpoint
-    variant: str
     formats: Variant
-    """The number formats that `variant` stands for here."""
     context: int
     """Positions of one sequence."""
     layers: int
+
+    @property
+    def variant(self) -> str:
+        """The variant's name."""
+        return self.formats.name
 
 
 def open_model(settings: ModelSettings) -> Model:
@@ -55,7 +58,6 @@ def open_model(settings: ModelSettings) -> Model:
     return Model(
         spec=spec,
         checkpoint=checkpoint,
-        variant=formats.name,
         formats=formats,
         context=_context(spec, checkpoint.config),
         layers=_layer_count(checkpoint),
