@@ -30,8 +30,8 @@ from buddy_pipeline.ranks.memory_blocks import aligned_zeros
 ROUNDOFF = 2.0**-24
 
 #: Cached elements as NumPy sees them; all bits of a 16-bit word but the sign are a NaN in bf16 and
-#: in f16.
-_CACHED = {"f32": np.float32, "bf16": np.uint16, "f16": np.uint16}
+#: in f16, and four bytes of ones are a NaN as a scale.
+_CACHED = {"f32": np.float32, "bf16": np.uint16, "f16": np.uint16, "int8": np.uint8}
 _CTYPES = {"!llvm.ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 
 Arguments = Sequence[Any]
@@ -114,12 +114,27 @@ def rows_of(array: np.ndarray, stride: int | None = None) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 numbers rounded to the nearest of "f32", "bf16" or "f16", ties to even."""
+    """float32 numbers rounded to the nearest of "f32", "bf16" or "f16", ties to even, or in "int8"
+    blocks of 32 along the last axis to multiples of their largest / 127."""
     if dtype == "f32":
         return values
+    if dtype == "int8":
+        return _int8_blocks(values)
     if dtype == "f16":
         return values.astype(np.float16).astype(np.float32)
     return (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
+
+
+def _int8_blocks(values: np.ndarray) -> np.ndarray:
+    result = np.empty_like(values)
+    for first in range(0, values.shape[-1], 32):
+        block = values[..., first : first + 32]
+        largest = np.abs(block).max(axis=-1, keepdims=True)
+        # A product of two float32 is exact in float64, so this rounds once, as the kernel does.
+        inverse = (np.float32(127) / largest).astype(np.float64)
+        whole = np.rint(block.astype(np.float64) * inverse)
+        result[..., first : first + 32] = whole.astype(np.float32) * (largest / np.float32(127))
+    return result
 
 
 def bf16_bits(values: np.ndarray) -> np.ndarray:
@@ -249,7 +264,7 @@ class Attending:
         self.cache = KvCache([KvLayer(1, 3, 5, shape.cache), layer], slots, context)
         self.memory = [m.view(_CACHED[shape.cache]) for m in self.cache._memory]
         for memory in self.memory:
-            memory.fill(0x7FFF if memory.dtype == np.uint16 else np.nan)
+            memory.fill({4: np.nan, 2: 0x7FFF, 1: 0xFF}[memory.itemsize])
 
     def step(
         self,

@@ -73,7 +73,11 @@ SHAPES = [
     AttentionShape(36, 36, 32, False, "bf16"),
     AttentionShape(255, 256, 16, False, "f32"),
     AttentionShape(256, 256, 2, True, "bf16"),
+    AttentionShape(64, 64, 3, False, "int8"),
+    AttentionShape(7, 33, 2, True, "int8"),
+    AttentionShape(80, 128, 1, False, "int8"),
 ]
+ODD_SHAPES = [*SHAPES[:4], *SHAPES[-3:]]
 
 
 @on_each_target
@@ -116,7 +120,7 @@ def test_a_window_reads_nothing_before_it(target: Target) -> None:
 
 
 @on_each_target
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda s: s.name.removeprefix("bp_attention_"))
+@pytest.mark.parametrize("shape", ODD_SHAPES, ids=lambda s: s.name.removeprefix("bp_attention_"))
 @pytest.mark.parametrize("window", [0, 40])
 def test_chunks_and_teams_change_no_bit(target: Target, shape: AttentionShape, window: int) -> None:
     sequence = Sequence(shape, 2, 70)
@@ -222,6 +226,40 @@ def test_what_is_not_finite_stays_in_its_sequence(target: Target, bad: float, pl
     if place == "v":
         others = np.arange(13) != 4
         assert_same_bits(got[1][..., others], clean[1][..., others])
+
+
+@on_each_target
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("place", ["k", "v"])
+def test_in_int8_what_is_not_finite_takes_its_block_along(
+    target: Target, bad: float, place: str
+) -> None:
+    shape = AttentionShape(40, 40, 1, False, "int8")
+    sequences = [Sequence(shape, 1, 40, seed) for seed in range(2)]
+    owners, places = np.repeat([0, 1], 40), list(range(40)) * 2
+
+    def run() -> np.ndarray:
+        bench = Attending(target, shape, slots=2)
+        parts = [np.concatenate([getattr(s, n) for s in sequences]) for n in "qkv"]
+        return bench.step(*parts, places, owners).reshape(2, 40, 40)
+
+    clean = run()
+    getattr(sequences[1], place)[35, 0, 4] = bad
+    got = run()
+    assert_same_bits(got[0], clean[0])
+    assert_same_bits(got[1, :35], clean[1, :35])
+    assert np.isnan(got[1, 35:, :32]).all()
+    if place == "v":
+        assert_same_bits(got[1, 35:, 32:], clean[1, 35:, 32:])
+
+
+@on_each_target
+def test_zeros_and_tiny_numbers_in_int8(target: Target) -> None:
+    shape = AttentionShape(33, 33, 1, False, "int8")
+    sequence = Sequence(shape, 1, 20)
+    sequence.k[:], sequence.v[:10], sequence.v[10:] = 0.0, 0.0, 1e-44
+    got = Attending(target, shape).step(*sequence.part(slice(None)), range(20))
+    assert (got[:10] == 0).all() and (np.abs(got) <= 1e-44).all()
 
 
 @on_each_target
