@@ -31,9 +31,9 @@ def emit_embedding(target: Target, form: WeightFormat) -> str:
     t = Text()
     with t.function(embedding_name(form), SIGNATURE):
         zero, one, width = t.constant(0), t.constant(1), t.constant(target.panel)
-        units = t.add("%depth", t.constant(form.unit - 1))
-        units = t.binary("arith.divui", units, t.constant(form.unit))
-        panel_bytes = t.mul(units, t.constant(form.unit_bytes(target.panel)))
+        unit, unit_bytes = t.constant(form.unit), t.constant(form.unit_bytes(target.panel))
+        units = t.binary("arith.divui", t.add("%depth", t.constant(form.unit - 1)), unit)
+        panel_bytes = t.mul(units, unit_bytes)
         low, high = thread_share(t, "%tokens", "%tid", "%team")
         with t.loop(low, high, one) as token:
             row = t.word(t.gep("%ids", t.mul(token.index, "%ldi"), "i64"), 0)
@@ -41,8 +41,10 @@ def emit_embedding(target: Target, form: WeightFormat) -> str:
             lane = t.binary("arith.remui", row, width)
             source = t.gep("%table", t.mul(panel, panel_bytes), "i8")
             out = t.gep("%out", t.mul(token.index, "%ldo"))
-            with t.loop(zero, "%depth", one) as k:
-                value = form.emit_element(t, target, source, k.index, lane)
-                t.store(value, t.gep(out, k.index), "f32")
+            with t.loop(zero, units, one) as number:
+                k = t.mul(number.index, unit)
+                base = t.gep(source, t.mul(number.index, unit_bytes), "i8")
+                left = t.binary("arith.subi", "%depth", k)
+                form.emit_values(t, target, base, lane, t.gep(out, k), left)
         t.line("return")
     return str(t)

@@ -17,7 +17,7 @@ from tests.compile.harness import (
 )
 
 on_each_target = pytest.mark.parametrize("target", runnable_targets())
-in_each_form = pytest.mark.parametrize("form", ["f32", "bf16", "f16"])
+in_each_form = pytest.mark.parametrize("form", ["f32", "bf16", "bf16_exact", "f16"])
 
 
 def random_case(
@@ -40,9 +40,8 @@ def check(
     """Within the error of one chain of `depth` roundings, each of at most half a unit, on numbers
     that are rounded to what the format multiplies."""
     got = run_linear(target, x, weight, bias, team, form)
-    if FORMATS[form].activation_bytes(target) == 2:
-        x = rounded(x, "bf16")
-    wide, added = rounded(weight, form).astype(np.float64), 0.0
+    x = FORMATS[form].activation(target).reference(x)
+    wide, added = rounded(weight, FORMATS[form].source).astype(np.float64), 0.0
     if bias is not None:
         added = bias.astype(np.float64)
     expected = x.astype(np.float64) @ wide.T + added
