@@ -9,6 +9,14 @@ import llvmlite.binding as llvm
 
 from buddy_pipeline.partition.errors import UserError
 
+#: What the driver's team calls. Bound to LLVM's runtime one by one: a process that has imported
+#: torch also holds GNU's, in which `omp_get_thread_num` would say 0 to every thread of our team.
+_OPENMP_SYMBOLS = (
+    "__kmpc_fork_call",
+    "__kmpc_global_thread_num",
+    "__kmpc_push_num_threads",
+    "omp_get_thread_num",
+)
 _OPENMP_LIBRARIES = ("libiomp5.so", "libomp.so", "libomp.so.5", "libomp.dylib")
 
 
@@ -20,13 +28,15 @@ class Library:
 
         Raises UserError when no OpenMP runtime is found, RuntimeError when linking fails.
         """
-        load_openmp()
+        openmp = load_openmp()
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self._jit = llvm.create_lljit_compiler()
         builder = llvm.JITLibraryBuilder()
         for data in objects:
             builder.add_object_img(data)
+        for symbol in _OPENMP_SYMBOLS:
+            builder.import_symbol(symbol, _address(openmp, symbol))
         for symbol in symbols:
             builder.export_symbol(symbol)
         self._tracker = builder.add_current_process().link(self._jit, "stage")
@@ -36,18 +46,26 @@ class Library:
         return int(self._tracker[symbol])
 
 
-def load_openmp() -> None:
-    """Loads LLVM's OpenMP runtime, which compiled code calls for its team of threads."""
+def load_openmp() -> ctypes.CDLL:
+    """Loads LLVM's OpenMP runtime, which compiled code calls for its team of threads.
+
+    Raises UserError if there is none.
+    """
     for candidate in _openmp_candidates():
         try:
-            ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(candidate)
         except OSError:
             continue
-        return
     raise UserError(
         "no OpenMP runtime was found (libiomp5 or libomp); install the package intel-openmp, "
         "or the system's libomp"
     )
+
+
+def _address(library: ctypes.CDLL, symbol: str) -> int:
+    address = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def _openmp_candidates() -> Iterable[str]:

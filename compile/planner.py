@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from buddy_pipeline.compile.drafting import Drafter
+from buddy_pipeline.compile.drafting import Drafted, Drafter
 from buddy_pipeline.compile.export import ExportedModel, export_model
 from buddy_pipeline.compile.islands import import_island
 from buddy_pipeline.compile.kernels.driver import DRIVER, emit_driver
 from buddy_pipeline.compile.manifest import Constant, PartitionPlan, Plan, Template, Value
 from buddy_pipeline.compile.target import Target
-from buddy_pipeline.compile.templates import emit_template, island_symbol
+from buddy_pipeline.compile.templates import IslandCall, Linear, emit_template, island_symbol
 from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.compile.versions import source_digest
 from buddy_pipeline.partition.fragments import resolve
@@ -78,6 +78,7 @@ def make_plan(
                 scratch=tuple(draft.scratch),
                 thread_scratch=draft.thread_scratch(target),
                 partial=draft.partial(target),
+                regions=tuple(_region_names(drafted)),
             )
         plans.append(
             PartitionPlan(
@@ -113,6 +114,20 @@ def make_plan(
         parameters=model.shapes,
     )
     return plan, sources
+
+
+def _region_names(drafted: Drafted) -> Iterator[str]:
+    """What people call each region of a template, such as "linear gate_proj up_proj"."""
+    first_parameter = len(drafted.inputs) + len(drafted.outputs)
+    for item in drafted.draft.items:
+        kind = type(item).__name__.lower()
+        if isinstance(item, Linear):
+            parts = drafted.draft.parameters[item.weight - first_parameter].parts
+            yield " ".join([kind, *(part.weight[0].split(".")[-2] for part in parts)])
+        elif isinstance(item, IslandCall):
+            yield f"island {item.source}"
+        else:
+            yield kind
 
 
 def _values(plans: list[PartitionPlan], drafter: Drafter) -> Iterator[tuple[str, Value]]:

@@ -57,7 +57,7 @@ def source_digest() -> str:
     """A hash over the source of the folders that decide what is generated."""
     digest = hashlib.sha256()
     here = Path(__file__).resolve().parent
-    for folder in (here, here / "kernels", here.parent / "partition"):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.name.encode() + path.read_bytes())
+    for folder in (here, here.parent / "partition"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
     return digest.hexdigest()
