@@ -12,11 +12,6 @@ from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SCALE_BLOCK, StepWord
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
-#: 1.5 · 2²³: adding it rounds a small float to an integer and leaves that in its low bits.
-_MAGIC = 12582912.0
-#: A block whose largest value is below this is taken for zeros: 127 over it would overflow.
-_TINY = 2.0**-120
-
 
 def emit_store(t: Text, target: Target, shape: AttentionShape) -> None:
     """`store_kv(…)`: writes keys and values of this thread's tokens into the cache."""
@@ -122,7 +117,7 @@ def _store(t: Text, source: str, to: str, inverse: str, lanes: int) -> None:
     """Rounds x · inverse to the nearest integer, ties to even; one element or a vector of them."""
     f, i, byte = (f"vector<{lanes}x{e}>" if lanes else e for e in ("f32", "i32", "i8"))
     factor = t.broadcast(inverse, f) if lanes else inverse
-    shifted = t.fma(t.load(source, f), factor, t.constant(_MAGIC, f), f)
+    shifted = t.fma(t.load(source, f), factor, t.constant(vm.INTEGER_MAGIC, f), f)
     bits = t.op(f"arith.bitcast {shifted} : {f} to {i}")
     t.store(t.op(f"arith.trunci {bits} : {i} to {byte}"), to, byte, 1)
 
@@ -146,15 +141,7 @@ def _scale(t: Text, target: Target, block: str, size: int) -> tuple[str, str]:
     with t.loop(t.constant(whole), t.constant(size), one, start) as rest:
         element = _magnitude(t, t.gep(block, rest.index), "i32")
         rest.next = [t.binary("arith.maxsi", rest.carried[0], element, "i32")]
-    number = t.op(f"arith.bitcast {rest.results[0]} : i32 to f32")
-    full = t.constant(127.0, "f32")
-    inverse = t.binary("arith.divf", full, number, "f32")
-    tiny = t.op(f"arith.cmpf olt, {number}, {t.constant(_TINY, 'f32')} : f32")
-    inverse = t.select(tiny, t.constant(0.0, "f32"), inverse, "f32")
-    # An infinity gives NaN here: 0 · ∞ would leave its neighbours at numbers of no meaning.
-    scale = t.binary("arith.divf", number, full, "f32")
-    broken = t.binary("arith.mulf", scale, t.constant(0.0, "f32"), "f32")
-    return t.binary("arith.addf", scale, broken, "f32"), inverse
+    return vm.int8_scale(t, rest.results[0])
 
 
 def _magnitude(t: Text, source: str, kind: str) -> str:

@@ -14,10 +14,12 @@ from buddy_pipeline.compile.formats.base import (
     BLOCK_K,
     TileShape,
     WeightFormat,
+    activation_bytes,
     head_bytes,
+    panels_for,
     row_bytes,
+    tile_rows,
 )
-from buddy_pipeline.compile.kernels import vector_math as vm
 from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
@@ -51,15 +53,8 @@ def linear_name(form: WeightFormat) -> str:
 def linear_scratch_bytes(target: Target, form: WeightFormat, depth: int) -> int:
     """Bytes of scratch per thread that the kernel needs for K = `depth`."""
     blocks = -(-depth // BLOCK_K)
-    rows = max(BLOCK_TILES, blocks) * target.tile_rows
-    return rows * row_bytes(form.activation_bytes(target))
-
-
-def panels_for(target: Target, rows: int) -> int:
-    """Panels that a tile of `rows` tokens takes at once when tokens are few: enough independent
-    chains to hide the latency of the multiply-add, and several streams from memory."""
-    most = (target.registers - 1) // (target.panel_vectors * (rows + 1))
-    return max(1, min(4, most))
+    rows = max(BLOCK_TILES, blocks) * tile_rows(target, form)
+    return rows * row_bytes(form.activation(target))
 
 
 def emit_linear(target: Target, form: WeightFormat) -> str:
@@ -105,13 +100,14 @@ class _Linear:
         self.t = Text()
         self.target = target
         self.form = form
-        self.activation = form.activation_bytes(target)
+        self.activation = form.activation(target)
         self.row_bytes = row_bytes(self.activation)
+        self.tile_rows = tile_rows(target, form)
         self.vector = f"vector<{target.lanes}xf32>"
 
     def emit(self) -> Text:
         """All functions, callees first."""
-        sizes = range(1, self.target.tile_rows + 1)
+        sizes = range(1, self.tile_rows + 1)
         shapes = {TileShape(rows, panels) for rows in sizes for panels in (1, self._group(rows))}
         for shape in sorted(shapes, key=lambda s: (s.rows, s.panels)):
             self._tile(shape)
@@ -123,7 +119,7 @@ class _Linear:
         return self.t
 
     def _group(self, rows: int) -> int:
-        return panels_for(self.target, rows)
+        return panels_for(self.target, self.form, rows)
 
     def _tile(self, shape: TileShape) -> None:
         """`tile(a, w, wstride, c, ldc, depth, bias, scales, first, last)`: c[rows][panels·panel]
@@ -135,6 +131,8 @@ class _Linear:
         t, target, form = self.t, self.target, self.form
         lanes, vector = target.lanes, self.vector
         align = lanes * 4
+        unit_bytes = form.unit_bytes(target.panel)
+        unit_inputs = activation_bytes(self.activation, form.unit)
         places = shape.places(target)
         with t.function(_tile_name(shape), _TILE_ARGS, private=True):
             zero, one = t.constant(0), t.constant(1)
@@ -148,16 +146,16 @@ class _Linear:
 
             def steps(number: str, accumulators: list[str], count: int) -> list[str]:
                 """`count` units of every chain, from unit `number` on."""
-                offset = t.mul(number, t.constant(form.unit_bytes(target.panel)))
-                inputs = t.gep("%a", t.mul(number, t.constant(form.unit * self.activation)), "i8")
+                offset = t.mul(number, t.constant(unit_bytes))
+                inputs = t.gep("%a", t.mul(number, t.constant(unit_inputs)), "i8")
                 bases = [t.gep(panel, offset, "i8") for panel in panels]
                 for step in range(count):
                     accumulators = form.emit_unit(
                         t,
                         target,
                         shape,
-                        [t.gep(b, step * form.unit_bytes(target.panel), "i8") for b in bases],
-                        t.gep(inputs, step * form.unit * self.activation, "i8"),
+                        [t.gep(b, step * unit_bytes, "i8") for b in bases],
+                        t.gep(inputs, step * unit_inputs, "i8"),
                         accumulators,
                     )
                 return accumulators
@@ -236,30 +234,15 @@ class _Linear:
     def _copy_rows(self) -> None:
         """`copy_rows(x, ldx, to, rows, depth)`: rows of x as tiles read them, `row_bytes` apart.
 
-        Rows are rounded to bf16 for formats that multiply it, and end in zeros up to a whole unit.
+        Rows are packed in the format's kind of activation, and end in zeros up to a whole unit.
         """
-        t, lanes, vector = self.t, self.target.lanes, self.vector
-        element = "bf16" if self.activation == 2 else "f32"
+        t = self.t
         with t.function("copy_rows", _COPY_ARGS, private=True):
-            zero, one, width = t.constant(0), t.constant(1), t.constant(lanes)
-            whole = t.binary("arith.subi", "%depth", t.op(f"arith.remui %depth, {width} : i64"))
             end = t.mul(_ceil_div(t, "%depth", self.form.unit), t.constant(self.form.unit))
-            nothing = t.constant(0.0, element)
-
-            with t.loop(zero, "%rows", one) as row:
+            with t.loop(t.constant(0), "%rows", t.constant(1)) as row:
                 source = t.gep("%x", t.mul(row.index, "%ldx"))
                 to = t.gep("%to", t.mul(row.index, t.constant(self.row_bytes)), "i8")
-                narrow = f"vector<{lanes}x{element}>"
-                with t.loop(zero, whole, width) as k:
-                    value = t.load(t.gep(source, k.index), vector)
-                    value = vm.narrowed(t, value, element, vm.Lanes(lanes), self.target)
-                    t.store(value, t.gep(to, k.index, element), narrow, self.activation)
-                with t.loop(whole, "%depth", one) as k:
-                    value = t.load(t.gep(source, k.index), "f32")
-                    value = vm.narrowed(t, value, element, vm.Lanes(0), self.target)
-                    t.store(value, t.gep(to, k.index, element), element, self.activation)
-                with t.loop("%depth", end, one) as k:
-                    t.store(nothing, t.gep(to, k.index, element), element, self.activation)
+                self.activation.emit_row(t, self.target, source, to, "%depth", end)
             t.line("return")
 
     def _few_tokens(self, rows: int) -> None:
@@ -302,7 +285,7 @@ class _Linear:
         with t.function("many_tokens", args, private=True):
             zero, one, block = t.constant(0), t.constant(1), t.constant(BLOCK_K)
             panel_size = self._panel_bytes()
-            blocks = _ceil_div(t, "%tokens", target.tile_rows * BLOCK_TILES)
+            blocks = _ceil_div(t, "%tokens", self.tile_rows * BLOCK_TILES)
             with t.loop(zero, blocks, one) as b:
                 # The part of this thread's unit range that lies in token block b.
                 base = t.mul(b.index, "%panels")
@@ -310,7 +293,7 @@ class _Linear:
                 high = t.binary("arith.minsi", t.binary("arith.subi", "%high", base), "%panels")
                 row_low, row_high = thread_share(t, "%tokens", b.index, blocks)
                 rows = t.binary("arith.subi", row_high, row_low)
-                tiles = _ceil_div(t, rows, target.tile_rows)
+                tiles = _ceil_div(t, rows, self.tile_rows)
                 mine = t.compare("slt", low, high)
                 with t.loop(zero, t.select(mine, "%depth", zero, "i64"), block) as k:
                     depth = self._block_depth(k.index)
@@ -332,14 +315,14 @@ class _Linear:
                                 t.binary("arith.subi", end, start),
                                 {
                                     size: partial(self._call_tile, TileShape(size, 1), call)
-                                    for size in range(1, target.tile_rows + 1)
+                                    for size in range(1, self.tile_rows + 1)
                                 },
                             )
             t.line("return")
 
     def _entry(self) -> None:
         """The kernel: chooses by token count who computes what."""
-        t, most = self.t, self.target.tile_rows
+        t, most = self.t, self.tile_rows
         with t.function(linear_name(self.form), SIGNATURE):
             zero, block = t.constant(0), t.constant(BLOCK_K)
             low, high = thread_share(t, "%panels", "%tid", "%team")

@@ -16,7 +16,6 @@ import pytest
 from buddy_pipeline.compile.codegen import compile_object
 from buddy_pipeline.compile.formats import FORMATS, WeightFormat
 from buddy_pipeline.compile.formats.base import panel_bytes
-from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS, split_records
 from buddy_pipeline.compile.kernels import attention, driver, embedding, linear
 from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.loader import Library
@@ -144,24 +143,12 @@ def bf16_bits(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, upper).astype(np.uint16)
 
 
-def panels_of(weight: np.ndarray, target: Target, form: WeightFormat) -> np.ndarray:
-    """[outputs, inputs], rounded to the format's numbers, as packed panels."""
-    outputs, inputs = weight.shape
-    count = -(-outputs // target.panel)
-    panels = aligned_zeros((count, panel_bytes(form, inputs, target.panel)), np.uint8)
-    form.pack(form.from_f32(weight), panels)
+def panels_of(rows: np.ndarray, depth: int, target: Target, form: WeightFormat) -> np.ndarray:
+    """Rows of `depth` elements, in the format's own type, as packed panels."""
+    count = -(-len(rows) // target.panel)
+    panels = aligned_zeros((count, panel_bytes(form, depth, target.panel)), np.uint8)
+    form.pack(rows, panels)
     return panels
-
-
-def stored_as(weight: np.ndarray, form: WeightFormat) -> np.ndarray:
-    """float64: the numbers that [outputs, inputs] become in a format."""
-    rows = form.from_f32(weight)
-    if form.source in ROW_FORMATS:
-        fields = split_records(ROW_FORMATS[form.source], rows, weight.shape[1])
-        return fields[""].astype(np.float64) * fields["scale"].astype(np.float64)
-    if form.source == "bf16":
-        rows = (rows.astype(np.uint32) << 16).view(np.float32)
-    return rows.astype(np.float64)
 
 
 def run_linear(
@@ -173,10 +160,22 @@ def run_linear(
     form: str = "f32",
 ) -> np.ndarray:
     """x [tokens, inputs] · weightᵀ [outputs, inputs] + bias through the linear kernel."""
+    return run_linear_rows(target, x, FORMATS[form].from_f32(weight), bias, team, form)
+
+
+def run_linear_rows(
+    target: Target,
+    x: np.ndarray,
+    rows_stored: np.ndarray,
+    bias: np.ndarray | None = None,
+    team: int = 1,
+    form: str = "f32",
+) -> np.ndarray:
+    """The same on weights in the format's own type."""
     tokens, depth = x.shape
-    outputs = len(weight)
+    outputs = len(rows_stored)
     kernel = _linear_kernel(target, form)
-    packed = panels_of(weight, target, FORMATS[form])
+    packed = panels_of(rows_stored, depth, target, FORMATS[form])
     width = packed.shape[0] * target.panel
     padded_bias = None
     if bias is not None:
@@ -221,16 +220,24 @@ def run_embedding(
     target: Target, ids: np.ndarray, table: np.ndarray, team: int = 1, form: str = "f32"
 ) -> np.ndarray:
     """table [vocabulary, depth] [ids] through the embedding kernel."""
+    rows = FORMATS[form].from_f32(table)
+    return run_embedding_rows(target, ids, rows, table.shape[1], team, form)
+
+
+def run_embedding_rows(
+    target: Target, ids: np.ndarray, rows: np.ndarray, depth: int, team: int, form: str
+) -> np.ndarray:
+    """The same on a table in the format's own type."""
     kernel = _embedding_kernel(target, form)
-    packed = panels_of(table, target, FORMATS[form])
-    out = aligned((len(ids) + 1, row_stride(table.shape[1])), 7.0)
+    packed = panels_of(rows, depth, target, FORMATS[form])
+    out = aligned((len(ids) + 1, row_stride(depth)), 7.0)
 
     def work(tid: int) -> None:
-        kernel(ids, 1, packed, out, out.shape[1], len(ids), table.shape[1], tid, team)
+        kernel(ids, 1, packed, out, out.shape[1], len(ids), depth, tid, team)
 
     in_team(team, work)
-    assert (out[:, table.shape[1] :] == 7.0).all() and (out[len(ids) :] == 7.0).all()
-    return out[: len(ids), : table.shape[1]]
+    assert (out[:, depth:] == 7.0).all() and (out[len(ids) :] == 7.0).all()
+    return out[: len(ids), :depth]
 
 
 @functools.cache
