@@ -13,6 +13,7 @@ from buddy_pipeline.compile.formats.q4_0 import Q4_0
 from buddy_pipeline.compile.formats.q4_1 import Q4_1
 from buddy_pipeline.compile.formats.q8_0 import Q8_0
 from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS
+from buddy_pipeline.compile.formats.w4 import W4
 from buddy_pipeline.compile.formats.w8 import W8
 from buddy_pipeline.compile.formats.w8a8 import W8A8
 
@@ -21,7 +22,7 @@ from buddy_pipeline.compile.formats.w8a8 import W8A8
 _BLOCK_FORMATS: tuple[type[BlockFormat], ...] = (Q4_0, Q4_1, Q8_0)
 _ALL: list[WeightFormat] = [F32(), Bf16(), Bf16(exact=True), F16()]
 _ALL += [kind(exact) for kind in _BLOCK_FORMATS for exact in (False, True)]
-_ALL += [W8("w8a32"), W8("w8a16"), W8A8()]
+_ALL += [W8("w8a32"), W8("w8a16"), W8A8(), W4(32), W4(128)]
 
 FORMATS: dict[str, WeightFormat] = {form.name: form for form in _ALL}
 

@@ -193,6 +193,46 @@ class Q8:
         return (whole * scale).reshape(padded.shape)[:, : x.shape[1]]
 
 
+@dataclass(frozen=True)
+class SummedBf16:
+    """Blocks of bf16, each followed by the sum of its rounded elements (f32), for weights with a
+    zero; rows are whole blocks."""
+
+    block: int
+
+    @property
+    def sum_at(self) -> int:
+        """Offset of a block's sum in bytes."""
+        return 2 * self.block
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one packed block."""
+        return 2 * self.block + 4
+
+    def emit_row(self, t: Text, target: Target, source: str, to: str, depth: str, end: str) -> None:
+        """See `Activation.emit_row`."""
+        lanes, block = target.lanes, t.constant(self.block)
+        types, f = vm.Lanes(lanes), f"vector<{lanes}xf32>"
+        with t.loop(t.constant(0), depth, block) as k:
+            number = t.binary("arith.divui", k.index, block)
+            place = t.gep(to, t.mul(number, t.constant(self.block_bytes)), "i8")
+            total = t.constant(0.0, f)
+            for at in range(0, self.block, lanes):
+                value = t.load(t.gep(t.gep(source, k.index), at), f)
+                half = vm.narrowed(t, value, "bf16", types, target)
+                t.store(half, t.gep(place, at, "bf16"), types.of("bf16"), 2)
+                wide = t.op(f"arith.extf {half} : {types.of('bf16')} to {f}")
+                total = t.binary("arith.addf", total, wide, f)
+            total = vm.reduce_vector(t, total, lanes, "sum")
+            whole = t.op(f"vector.extract {total}[0] : f32 from {f}")
+            t.store(whole, t.gep(place, self.sum_at, "i8"), "f32")
+
+    def reference(self, x: np.ndarray) -> np.ndarray:
+        """See `Activation.reference`."""
+        return Plain("bf16").reference(x)
+
+
 def _load_part(t: Text, source: str, first: int, end: str, lanes: int) -> str:
     """Elements `first`, first + 1, … of a block, zeros from element `end` on."""
     f, words = f"vector<{lanes}xf32>", f"vector<{lanes}xi32>"
