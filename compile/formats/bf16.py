@@ -20,6 +20,8 @@ from buddy_pipeline.compile.formats.base import (
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
+_NAN = 0x7FC0
+
 
 @dataclass(frozen=True)
 class Bf16:
@@ -41,9 +43,12 @@ class Bf16:
 
     def from_f32(self, rows: np.ndarray) -> np.ndarray:
         """Rounded to the nearest, ties to even; NaN stays NaN."""
-        bits = np.where(np.isnan(rows), np.uint32(0x7FC00000), rows.view(np.uint32))
+        bits = rows.view(np.uint32)
         odd = (bits >> 16) & 1
-        return ((bits + 0x7FFF + odd) >> 16).astype(np.uint16)
+        upper = ((bits + 0x7FFF + odd) >> 16).astype(np.uint16)
+        # The sum carries a NaN's payload into its exponent, or beyond its sign.
+        upper[np.isnan(rows)] = _NAN
+        return upper
 
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
         """See `WeightFormat.pack`; rows are uint16."""

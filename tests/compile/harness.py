@@ -20,7 +20,7 @@ from buddy_pipeline.compile.kernels import attention, driver, embedding, linear
 from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.lowering import lower_kernel
-from buddy_pipeline.compile.manifest import KV_SPAN, SPLIT_UNITS, KvLayer, StepWord
+from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SPAN, SPLIT_UNITS, KvLayer, StepWord
 from buddy_pipeline.compile.target import Target, host_target, named_target
 from buddy_pipeline.ranks.kv_cache import KvCache
 from buddy_pipeline.ranks.memory_blocks import aligned_zeros
@@ -269,6 +269,8 @@ class Attending:
         self._partial_bytes = attention.partial_bytes(target, shape)
         layer = KvLayer(kv_heads, shape.key, shape.value, shape.cache)
         self.cache = KvCache([KvLayer(1, 3, 5, shape.cache), layer], slots, context)
+        self.capacity = -(-context // KV_BLOCK) * KV_BLOCK
+        self.cache.apply([(slot, self.capacity, slot, 0) for slot in range(slots)])
         self.memory = [m.view(_CACHED[shape.cache]) for m in self.cache._memory]
         for memory in self.memory:
             memory.fill({4: np.nan, 2: 0x7FFF, 1: 0xFF}[memory.itemsize])
@@ -292,7 +294,7 @@ class Attending:
         out = aligned((tokens + 1, row_stride(width)), 7.0)
         stride = self._scratch_bytes + 64
         scratch = aligned((team * stride // 4,))
-        spans = -(-self.cache.capacity // KV_SPAN)
+        spans = -(-self.capacity // KV_SPAN)
         partials = aligned((SPLIT_UNITS * team * spans * self._partial_bytes // 4 + 16,))
         barrier = aligned_zeros((16,), np.int64)
         record = np.zeros(len(StepWord), np.int64)

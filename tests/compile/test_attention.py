@@ -306,6 +306,20 @@ def test_a_slot_used_again_remembers_nothing(target: Target) -> None:
     assert_same_bits(again, fresh)
 
 
+@pytest.mark.parametrize("shape", ODD_SHAPES, ids=lambda s: s.name.removeprefix("bp_attention_"))
+def test_a_slot_that_moves_to_another_capacity_changes_no_bit(shape: AttentionShape) -> None:
+    sequence = Sequence(shape, 2, 90)
+    whole = Attending(host(), shape, kv_heads=2, context=96)
+    expected = whole.step(*sequence.part(slice(None)), range(90))
+    moving = Attending(host(), shape, kv_heads=2, slots=2, context=160)
+    moving.cache.apply([(0, 96, 0, 0)])
+    moving.step(*sequence.part(slice(0, 70)), range(70))
+    moving.cache.apply([(0, 160, 0, 70), (1, 96, 0, 70)])
+    for slot in (0, 1):
+        rest = sequence.part(slice(70, 90))
+        assert_same_bits(moving.step(*rest, range(70, 90), [slot] * 20), expected[70:])
+
+
 @on_each_target
 def test_other_layers_of_the_cache_stay_as_they_are(target: Target) -> None:
     shape = AttentionShape(20, 20, 1, False, "f32")
@@ -313,5 +327,5 @@ def test_other_layers_of_the_cache_stay_as_they_are(target: Target) -> None:
     sequence = Sequence(shape, 1, 64)
     bench.step(*sequence.part(slice(None)), range(64))
     (memory,) = bench.memory
-    layer = bench.cache.offsets[1] * bench.cache.capacity
+    layer = bench.cache.offsets[1] * bench.capacity
     assert np.isnan(memory[:layer]).all() and not np.isnan(memory[layer:]).any()
