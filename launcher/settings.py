@@ -24,6 +24,8 @@ class ModelSettings:
     """A shipped spec's name or the path of a JSON file."""
     variant: str | None = None
     """Overrides the spec's."""
+    kv_cache_dtype: str | None = None
+    """Overrides the spec's and the variant's."""
     local_model: Path | None = None
     """Overrides where the spec's weights come from."""
 
@@ -68,7 +70,7 @@ class PipelineSettings(ModelSettings):
     kv_memory_bytes: int | None = None
     """What the KV cache may take on each rank; None is most of what is free."""
     step_timeout_s: float | None = None
-    """How long a step may take on its way through the ranks; None for ever."""
+    """How long a rank may take for a step; None for ever."""
     profile_out: Path | None = None
     """Folder for the profile's trace and picture; None writes neither."""
 
