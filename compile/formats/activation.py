@@ -1,6 +1,6 @@
 """How a linear's activations are packed for its tiles: as they are, or as 8-bit blocks.
 
-Rows are packed once for all panels, `BLOCK_K` elements at a time. An element's packed form depends
+Rows are packed once for all panels, a block over K at a time. An element's packed form depends
 on nothing but its block of the row, so that no other token of a step can change a result.
 """
 
@@ -22,7 +22,7 @@ class Activation(Protocol):
 
     @property
     def block(self) -> int:
-        """Elements that are packed together; a divisor of `BLOCK_K`."""
+        """Elements that are packed together; a divisor of `BLOCK_STEP`."""
 
     @property
     def block_bytes(self) -> int:

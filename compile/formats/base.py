@@ -5,13 +5,15 @@ from typing import Protocol
 
 import numpy as np
 
-from buddy_pipeline.compile.formats.activation import Activation
+from buddy_pipeline.compile.formats.activation import Activation, Plain
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
-#: Depth of one cache block over K: a panel block (256 × 32 × 4 bytes) stays in L2, the activation
-#: rows of one tile in L1. Units of every format divide it.
-BLOCK_K = 256
+#: Bytes of one packed activation row in a cache block over K: the rows of a tile stay in L1, the
+#: panel's part of the block in L2, and outputs come and go as seldom as that allows.
+BLOCK_BYTES = 1536
+#: The depth of a block is a multiple of this, which the units of all formats divide.
+BLOCK_STEP = 128
 #: Bytes between packed activation rows beyond a block: rows must not share cache sets.
 ROW_PADDING = 64
 _BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -115,7 +117,13 @@ class WeightFormat(Protocol):
 
 def row_bytes(activation: Activation) -> int:
     """Bytes from one packed activation row to the next."""
-    return activation_bytes(activation, BLOCK_K) + ROW_PADDING
+    return activation_bytes(activation, most_depth(activation)) + ROW_PADDING
+
+
+def most_depth(activation: Activation) -> int:
+    """The greatest depth of one cache block over K."""
+    elements = BLOCK_BYTES // activation.block_bytes * activation.block
+    return elements // BLOCK_STEP * BLOCK_STEP
 
 
 def activation_bytes(activation: Activation, elements: int) -> int:
@@ -158,7 +166,7 @@ def accumulate(
     """Fused multiply-adds of f32 weights and activations, one dict (panel, vector) → value for each
     k of a unit."""
     vector = f"vector<{target.lanes}xf32>"
-    stride = BLOCK_K + ROW_PADDING // 4
+    stride = row_bytes(Plain()) // 4
     for k, at_k in enumerate(weights):
         following = []
         activation = ""

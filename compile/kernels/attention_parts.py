@@ -322,37 +322,44 @@ class _Span:
     def _add_values(self, start: str, factors: list[str]) -> None:
         """outputs = outputs · factor + weights · values: one chain over the block's positions.
 
-        Where all tokens see the whole block they share each value read; at the edges each token
-        stops at its own positions, so that what it must not see cannot reach it, not even as a NaN.
+        Tokens share each value read up to the last position that all of them see; from there each
+        goes on alone and stops at its own position, so that what it must not see cannot reach it,
+        not even as a NaN. In a block where a window begins each token goes alone throughout.
         """
-        t = self.t
-        end = t.add(start, self.block)
-        whole = t.binary(
-            "arith.andi",
-            t.compare("ule", self.firsts[-1], start),
-            t.compare("ule", end, t.add(self.lasts[0], self.one)),
-            "i1",
-        )
+        t, tokens = self.t, range(self.rows.tokens)
         everyone = list(range(self.rows.count))
 
+        def inside(position: str) -> str:
+            relative = t.binary("arith.subi", position, start)
+            return t.binary("arith.minsi", t.binary("arith.maxsi", relative, self.zero), self.block)
+
+        lows = [inside(first) for first in self.firsts]
+        highs = [inside(t.add(last, self.one)) for last in self.lasts]
+
+        def rows_of_token(token: int) -> list[int]:
+            return [r for r, (owner, _) in enumerate(self.rows.pairs()) if owner == token]
+
         def together() -> list[str]:
-            self._chains(start, everyone, factors, self.zero, self.block)
+            self._chains(start, everyone, factors, self.zero, highs[0])
+            for token in tokens[1:]:
+                self._chains(start, rows_of_token(token), None, highs[0], highs[token])
             return []
 
         def apart() -> list[str]:
-            for token in range(self.rows.tokens):
-                low = t.binary("arith.subi", self.firsts[token], start)
-                low = t.binary("arith.maxsi", low, self.zero)
-                high = t.binary("arith.subi", t.add(self.lasts[token], self.one), start)
-                high = t.binary("arith.minsi", high, self.block)
-                mine = [r for r, (owner, _) in enumerate(self.rows.pairs()) if owner == token]
-                self._chains(start, mine, factors, low, high)
+            for token in tokens:
+                self._chains(start, rows_of_token(token), factors, lows[token], highs[token])
             return []
 
-        t.choose(whole, together, apart, [])
+        if self.rows.tokens == 1:
+            apart()
+        else:
+            t.choose(t.compare("ule", self.firsts[-1], start), together, apart, [])
 
-    def _chains(self, start: str, rows: list[int], factors: list[str], low: str, high: str) -> None:
-        """Positions start + low … start + high - 1 for some rows, a few columns at a time."""
+    def _chains(
+        self, start: str, rows: list[int], factors: list[str] | None, low: str, high: str
+    ) -> None:
+        """Positions start + low … start + high - 1 for some rows, a few columns at a time; without
+        `factors` the chains go on within a block."""
         t, shape, vector, lanes = self.t, self.shape, self.vector, self.lanes
         stride = shape.layer.value_elements
         values = t.gep("%values", t.mul(start, t.constant(stride)), shape.element)
@@ -364,7 +371,9 @@ class _Span:
             begun = []
             for r, column in cells:
                 so_far = t.load(t.gep(self.sums[r], column * lanes), vector)
-                begun.append((t.binary("arith.mulf", so_far, factors[r], vector), vector))
+                if factors is not None:
+                    so_far = t.binary("arith.mulf", so_far, factors[r], vector)
+                begun.append((so_far, vector))
             with t.loop(low, high, self.one, begun) as position:
                 row = t.gep(values, t.mul(position.index, t.constant(stride)), shape.element)
                 scales = self._value_scales(row, chunk)

@@ -11,11 +11,11 @@ and team.
 from functools import partial
 
 from buddy_pipeline.compile.formats.base import (
-    BLOCK_K,
     TileShape,
     WeightFormat,
     activation_bytes,
     head_bytes,
+    most_depth,
     panels_for,
     row_bytes,
     tile_rows,
@@ -52,7 +52,7 @@ def linear_name(form: WeightFormat) -> str:
 
 def linear_scratch_bytes(target: Target, form: WeightFormat, depth: int) -> int:
     """Bytes of scratch per thread that the kernel needs for K = `depth`."""
-    blocks = -(-depth // BLOCK_K)
+    blocks = -(-depth // most_depth(form.activation(target)))
     rows = max(BLOCK_TILES, blocks) * tile_rows(target, form)
     return rows * row_bytes(form.activation(target))
 
@@ -250,7 +250,7 @@ class _Linear:
         panels low … high; each panel group runs through all of K while its outputs stay in L1."""
         t = self.t
         with t.function(f"few_tokens_{rows}", _RANGE_ARGS, private=True):
-            zero, one, block = t.constant(0), t.constant(1), t.constant(BLOCK_K)
+            zero, one, block = t.constant(0), t.constant(1), self._block()
             panel_size = self._panel_bytes()
 
             def tile(shape: TileShape, panel: str) -> None:
@@ -258,7 +258,7 @@ class _Linear:
                 c = t.gep("%out", t.mul(panel, t.constant(self.target.panel)))
                 bias = self._bias_at(panel)
                 with t.loop(zero, "%depth", block) as k:
-                    depth = self._block_depth(k.index)
+                    depth = self._block_depth(k.index, block)
                     number = t.binary("arith.divui", k.index, block)
                     a = t.gep("%a", t.mul(number, t.constant(rows * self.row_bytes)), "i8")
                     wk = self._weights_at(scales, k.index)
@@ -283,7 +283,7 @@ class _Linear:
         t, target = self.t, self.target
         args = [*SIGNATURE[:9], ("low", "i64"), ("high", "i64"), ("scratch", "!llvm.ptr")]
         with t.function("many_tokens", args, private=True):
-            zero, one, block = t.constant(0), t.constant(1), t.constant(BLOCK_K)
+            zero, one, block = t.constant(0), t.constant(1), self._block()
             panel_size = self._panel_bytes()
             blocks = _ceil_div(t, "%tokens", self.tile_rows * BLOCK_TILES)
             with t.loop(zero, blocks, one) as b:
@@ -296,7 +296,7 @@ class _Linear:
                 tiles = _ceil_div(t, rows, self.tile_rows)
                 mine = t.compare("slt", low, high)
                 with t.loop(zero, t.select(mine, "%depth", zero, "i64"), block) as k:
-                    depth = self._block_depth(k.index)
+                    depth = self._block_depth(k.index, block)
                     ends = self._ends(k.index, depth)
                     x = t.gep(t.gep("%x", t.mul(row_low, "%ldx")), k.index)
                     self._call_copy([x, "%ldx", "%scratch", rows, depth])
@@ -324,12 +324,12 @@ class _Linear:
         """The kernel: chooses by token count who computes what."""
         t, most = self.t, self.tile_rows
         with t.function(linear_name(self.form), SIGNATURE):
-            zero, block = t.constant(0), t.constant(BLOCK_K)
+            zero, block = t.constant(0), self._block()
             low, high = thread_share(t, "%panels", "%tid", "%team")
 
             def few(rows: int) -> None:
                 with t.loop(zero, "%depth", block) as k:
-                    depth = self._block_depth(k.index)
+                    depth = self._block_depth(k.index, block)
                     number = t.binary("arith.divui", k.index, block)
                     to = t.gep("%scratch", t.mul(number, t.constant(rows * self.row_bytes)), "i8")
                     self._call_copy([t.gep("%x", k.index), "%ldx", to, "%tokens", depth])
@@ -354,7 +354,7 @@ class _Linear:
         return t.add(size, t.constant(head_bytes(form, panel))) if form.scaled else size
 
     def _weights_at(self, panel: str, k: str) -> str:
-        """Address of depth k (a multiple of BLOCK_K) in a panel."""
+        """Address of depth k (a multiple of the unit) in a panel."""
         number = self.t.binary("arith.divui", k, self.t.constant(self.form.unit))
         size = self.t.constant(self.form.unit_bytes(self.target.panel))
         first = self.t.gep(panel, head_bytes(self.form, self.target.panel), "i8")
@@ -366,10 +366,18 @@ class _Linear:
         first = t.compare("eq", k, t.constant(0))
         return first, t.compare("eq", t.add(k, depth), "%depth")
 
-    def _block_depth(self, k: str) -> str:
+    def _block(self) -> str:
+        """Depth of the cache blocks over K: as few as fit, of one size but for the last."""
+        t = self.t
+        most, step = most_depth(self.activation), max(32, self.form.unit, self.activation.block)
+        count = _ceil_div(t, "%depth", most)
+        even = t.binary("arith.ceildivui", "%depth", t.binary("arith.maxui", count, t.constant(1)))
+        return t.mul(_ceil_div(t, even, step), t.constant(step))
+
+    def _block_depth(self, k: str, block: str) -> str:
         """Depth of the K block that starts at k."""
         left = self.t.binary("arith.subi", "%depth", k)
-        return self.t.binary("arith.minui", left, self.t.constant(BLOCK_K))
+        return self.t.binary("arith.minui", left, block)
 
     def _bias_at(self, panel: str) -> str:
         """Address of the bias of `panel`, or null when there is none."""
