@@ -42,6 +42,7 @@ def run(
     *,
     spec: options.Spec,
     variant: options.Variant = None,
+    kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     prompt: options.Prompt = None,
     prompt_file: options.PromptFile = None,
@@ -95,6 +96,7 @@ def run(
     settings = RunSettings(
         spec=spec,
         variant=variant,
+        kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         threads=threads,
         split=_split(split),
@@ -167,6 +169,7 @@ def compile_rank(
     rank: options.Rank = 0,
     world: options.World = 1,
     variant: options.Variant = None,
+    kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     split: options.Split = None,
     cache_dir: options.CacheDir = None,
@@ -177,6 +180,7 @@ def compile_rank(
     settings = CompileSettings(
         spec=spec,
         variant=variant,
+        kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         rank=rank,
         world=world,

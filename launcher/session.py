@@ -55,7 +55,8 @@ class Session:
 
     rank: int
     engine: Engine | None
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """On rank 0, where there is text."""
     _stage: Stage | WatchedStage
     _ring: Transport | Loopback
     _profiler: Profiler | None
@@ -130,7 +131,7 @@ class _Opened:
     """What a rank knows before anything is compiled."""
 
     model: Model
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     ranges: list[range]
     """Layers by rank."""
     cache: Cache
@@ -142,8 +143,8 @@ def _open(world: World, settings: PipelineSettings, check: Check | None) -> _Ope
     profile = profile_settings(settings.profile_out)
     most = settings.max_sequences
     ranges = first_ranges(model, world.world, settings.split, settings.balance, most)
-    tokenizer = open_tokenizer(model.checkpoint.tokenizer)
-    if world.rank == 0 and check is not None:
+    tokenizer = open_tokenizer(model.checkpoint.tokenizer) if world.rank == 0 else None
+    if tokenizer is not None and check is not None:
         check(tokenizer, model.context)
     if world.rank == 0 and settings.profile_out is not None:
         check_folder(settings.profile_out)
