@@ -79,7 +79,9 @@ def large_llama() -> Model:
 @functools.cache
 def planned(family: str, variant: str = "f32") -> tuple[Plan, dict[str, Source]]:
     """The plan of a tiny model for the host, and the sources of its objects."""
-    return make_plan("key", tiny_config(family), variant, host_target(), {"compiler": "1"})
+    return make_plan(
+        "key", tiny_config(family), VARIANTS[variant], host_target(), {"compiler": "1"}
+    )
 
 
 def plan(family: str) -> Plan:

@@ -4,6 +4,7 @@ import pytest
 
 from buddy_pipeline.compile.planner import Source, make_plan
 from buddy_pipeline.compile.target import host_target, named_target
+from buddy_pipeline.compile.variant import VARIANTS
 from tests.checkpoints import FAMILIES, tiny_config
 from tests.compile.models import plan, planned
 
@@ -41,7 +42,7 @@ def test_the_result_is_the_logits(family: str) -> None:
     assert made.vocab_size == 261 and made.result in made.partitions[-1].outputs
 
 
-@on_each_family
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_variants_share_nothing_but_what_has_no_weights(family: str) -> None:
     plain, half = planned(family)[1], planned(family, "f16")[1]
     shared = {plain[key].symbol for key in plain.keys() & half.keys()}
@@ -55,13 +56,15 @@ def test_variants_share_nothing_but_what_has_no_weights(family: str) -> None:
 
 def test_a_plan_is_the_same_every_time() -> None:
     made, sources = planned("llama")
-    again = make_plan("key", tiny_config("llama"), "f32", host_target(), {"compiler": "1"})
+    again = make_plan(
+        "key", tiny_config("llama"), VARIANTS["f32"], host_target(), {"compiler": "1"}
+    )
     assert (made.to_json(), list(sources)) == (again[0].to_json(), list(again[1]))
 
 
 def test_models_that_differ_in_depth_alone_share_all_objects() -> None:
     config = tiny_config("llama", num_hidden_layers=7)
-    deeper, sources = make_plan("other", config, "f32", host_target(), {"compiler": "1"})
+    deeper, sources = make_plan("other", config, VARIANTS["f32"], host_target(), {"compiler": "1"})
     assert set(sources) == set(planned("llama")[1])
     assert deeper.layers == 7
 
