@@ -30,16 +30,9 @@ from typing import Annotated, Any
 
 import typer
 
+from benchkit.command import check_json_path, main, whole_numbers
 from benchkit.pipeline_tasks import Task
-from benchkit.report import (
-    check_json_path,
-    describe,
-    machine,
-    main,
-    table,
-    whole_numbers,
-    write_json,
-)
+from benchkit.report import describe, machine, table, write_json
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.scheduler import Limits, Microbatch, Scheduler
 from buddy_pipeline.ranks.sequence import Sequence
