@@ -17,7 +17,7 @@ from buddy_pipeline.compile.kernels.driver import DRIVER, emit_driver
 from buddy_pipeline.compile.manifest import Constant, PartitionPlan, Plan, Template, Value
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.templates import IslandCall, Linear, emit_template, island_symbol
-from buddy_pipeline.compile.variant import VARIANTS
+from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.compile.versions import source_digest
 from buddy_pipeline.partition.fragments import resolve
 from buddy_pipeline.partition.graph import NodeKind
@@ -41,13 +41,13 @@ class Source:
 
 
 def make_plan(
-    key: str, config: dict[str, Any], variant: str, target: Target, versions: dict[str, str]
+    key: str, config: dict[str, Any], variant: Variant, target: Target, versions: dict[str, str]
 ) -> tuple[Plan, dict[str, Source]]:
     """Exports the model and plans it; returns the plan and the sources of its objects by key."""
     model = export_model(config)
     table = {node.name: node for node in model.nodes}
     partitions = partition_graph(model.nodes)
-    drafter = Drafter(model, table, target, VARIANTS[variant])
+    drafter = Drafter(model, table, target, variant)
     sources: dict[str, Source] = {}
     templates: dict[str, Template] = {}
     plans: list[PartitionPlan] = []
@@ -99,7 +99,7 @@ def make_plan(
     plan = Plan(
         key=key,
         made_with=versions,
-        variant=variant,
+        variant=variant.name,
         target=asdict(target),
         layers=sum(isinstance(p.unit, int) for p in partitions),
         vocab_size=drafter.value(result).elements,

@@ -16,6 +16,7 @@ from typing import Any
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.manifest import Plan
 from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.compile.versions import installed, plan_key, still_current
 from buddy_pipeline.partition.errors import UserError
 
@@ -43,7 +44,7 @@ Progress = Callable[[Built], None]
 
 
 def ensure_plan(
-    config: Mapping[str, Any], variant: str, target: Target, cache: Cache
+    config: Mapping[str, Any], variant: Variant, target: Target, cache: Cache
 ) -> tuple[Plan, float]:
     """The model's plan, from the cache or newly made, and the seconds it took to make (0 if found).
 
@@ -58,7 +59,12 @@ def ensure_plan(
         if plan is not None:
             return plan, 0.0
         started = time.perf_counter()
-        request = {"kind": "plan", "key": key, "config": dict(config), "variant": variant}
+        request = {
+            "kind": "plan",
+            "key": key,
+            "config": dict(config),
+            "variant": asdict(variant),
+        }
         with _Worker(cache, target) as worker:
             worker.ask(request, "the model's graph")
         plan = _read_plan(cache, key)

@@ -5,10 +5,12 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.variant import Variant
 
 #: Packages whose version changes what is exported or generated.
 COMPILERS = (
@@ -45,10 +47,10 @@ def still_current(made_with: Mapping[str, str]) -> bool:
     return all(installed(package) in (None, version) for package, version in made_with.items())
 
 
-def plan_key(config: Mapping[str, Any], variant: str, target: Target) -> str:
+def plan_key(config: Mapping[str, Any], variant: Variant, target: Target) -> str:
     """The key of a model's plan: its config, the weight variant, the CPU and our own source."""
     relevant = {k: v for k, v in config.items() if k not in _IRRELEVANT}
-    text = json.dumps([relevant, variant, target.digest(), source_digest()], sort_keys=True)
+    text = json.dumps([relevant, asdict(variant), target.digest(), source_digest()], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

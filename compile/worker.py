@@ -15,6 +15,7 @@ from typing import Any
 
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.partition.errors import UserError
 
 #: Address space that a worker may take: a pass that explodes, or a config.json with absurd sizes,
@@ -58,7 +59,11 @@ def _plan(cache: Cache, target: Target, request: dict[str, Any]) -> dict[str, An
     from buddy_pipeline.compile.versions import compiler_versions
 
     plan, sources = make_plan(
-        request["key"], request["config"], request["variant"], target, compiler_versions()
+        request["key"],
+        request["config"],
+        Variant(**request["variant"]),
+        target,
+        compiler_versions(),
     )
     for key, source in sources.items():
         folder = cache.source_folder(key)

@@ -18,7 +18,7 @@ from buddy_pipeline.partition.layers import block_role, layer_ranges
 
 def plan_model(model: Model, target: Target, cache: Cache, show: bool) -> tuple[Plan, float]:
     """The model's plan, and the seconds it took to make (0 if the cache had it)."""
-    plan, seconds = ensure_plan(model.checkpoint.config, model.variant, target, cache)
+    plan, seconds = ensure_plan(model.checkpoint.config, model.formats, target, cache)
     if show and seconds:
         print(f"exported and planned the model in {seconds:.1f} s", file=sys.stderr)
     return plan, seconds

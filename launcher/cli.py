@@ -40,6 +40,7 @@ def run(
     *,
     spec: options.Spec,
     variant: options.Variant = None,
+    kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     prompt: options.Prompt = None,
     prompt_file: options.PromptFile = None,
@@ -89,6 +90,7 @@ def run(
     settings = RunSettings(
         spec=spec,
         variant=variant,
+        kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         threads=threads,
         split=_split(split),
@@ -113,6 +115,7 @@ def compile_rank(
     rank: options.Rank = 0,
     world: options.World = 1,
     variant: options.Variant = None,
+    kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     split: options.Split = None,
     cache_dir: options.CacheDir = None,
@@ -123,6 +126,7 @@ def compile_rank(
     settings = CompileSettings(
         spec=spec,
         variant=variant,
+        kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         rank=rank,
         world=world,

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from buddy_pipeline.compile.formats.activation import Activation
+from buddy_pipeline.compile.formats.activation import Activation, Plain
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
@@ -17,6 +17,7 @@ ROW_PADDING = 64
 #: Panels that a tile of few tokens takes at once at most: enough independent chains to hide the
 #: latency of the multiply-add, and several streams from memory.
 _MOST_PANELS = 4
+_BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class RegisterUse:
 class WeightFormat(Protocol):
     """One way to keep a matrix in memory and to multiply with it.
 
-    A panel holds `Target.panel` outputs over all of K; the kernel walks K in units of `unit`.
+    A panel holds `Target.panel` outputs over all of K; the kernel walks K in units of `unit`. With
+    `scaled` a panel begins with one f32 an output, by which a finished chain is multiplied.
     """
 
     @property
@@ -59,22 +61,29 @@ class WeightFormat(Protocol):
     def unit(self) -> int:
         """Steps of K that are packed, read and multiplied together."""
 
+    @property
+    def scaled(self) -> bool:
+        """Whether each output has one scale over all of K, applied behind the chain."""
+
     def unit_bytes(self, panel: int) -> int:
         """Bytes of one unit of a packed panel."""
 
+    @property
+    def source(self) -> str:
+        """What `pack` takes: "f32", "bf16" (as uint16) or "f16" [outputs, K], the name of a row
+        format of `quantised_rows`, or a GGUF type as the file has it (uint8 [outputs, bytes])."""
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """float32 [outputs, K] as `source`; ValueError saying what cannot be represented."""
+
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
-        """Packs `rows` [outputs, K] (of dtype `source`) into `panels`, uint8 [panels, bytes].
+        """Packs rows of `source` into `panels`, uint8 [panels, bytes].
 
         `outputs` may end inside the last panel; the rest of that panel is left as it is (zero).
         """
 
-    @property
-    def source(self) -> str:
-        """The dtype that `pack` takes: "f32", "bf16" (as uint16), "f16", or a GGUF type such as
-        "q4_0" (uint8, rows of blocks as the file has them)."""
-
     def reference(self, rows: np.ndarray) -> np.ndarray:
-        """The numbers that rows of dtype `source` stand for, float32 [outputs, K]."""
+        """The numbers that rows of `source` stand for, float32 [outputs, K]."""
 
     def activation(self, target: Target) -> Activation:
         """How the format's tiles read activations."""
@@ -98,10 +107,10 @@ class WeightFormat(Protocol):
         """
 
     def emit_values(
-        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
+        self, t: Text, target: Target, panel: str, base: str, lane: str, out: str, left: str
     ) -> None:
         """Stores one unit of output `lane` as f32 to `out`, or only its first `left` elements where
-        the row ends before. `base` is the address of the unit in the panel."""
+        the row ends before. `base` is the address of the unit, `panel` that of its panel."""
 
 
 def row_bytes(activation: Activation) -> int:
@@ -115,8 +124,13 @@ def activation_bytes(activation: Activation, elements: int) -> int:
 
 
 def panel_bytes(form: WeightFormat, depth: int, panel: int) -> int:
-    """Bytes of one packed panel of `depth` inputs, rounded up to whole units."""
-    return -(-depth // form.unit) * form.unit_bytes(panel)
+    """Bytes of one packed panel of `depth` inputs: scales, then K rounded up to whole units."""
+    return head_bytes(form, panel) + -(-depth // form.unit) * form.unit_bytes(panel)
+
+
+def head_bytes(form: WeightFormat, panel: int) -> int:
+    """Bytes of a packed panel before its units."""
+    return 4 * panel if form.scaled else 0
 
 
 def tile_rows(target: Target, form: WeightFormat) -> int:
@@ -144,7 +158,7 @@ def accumulate(
     """Fused multiply-adds of f32 weights and activations, one dict (panel, vector) → value for each
     k of a unit."""
     vector = f"vector<{target.lanes}xf32>"
-    stride = BLOCK_K + ROW_PADDING // 4
+    stride = row_bytes(Plain()) // 4
     for k, at_k in enumerate(weights):
         following = []
         activation = ""
@@ -155,6 +169,38 @@ def accumulate(
             following.append(t.fma(activation, at_k[panel, v], accumulator, vector))
         accumulators = following
     return accumulators
+
+
+def accumulate_pairs(
+    t: Text,
+    target: Target,
+    shape: TileShape,
+    weights: dict[tuple[int, int], str],
+    inputs: str,
+    accumulators: list[str],
+) -> list[str]:
+    """accumulator += both products of a pair of k, with the CPU's own order and rounding.
+
+    `weights` are bf16 pairs (panel, vector) → vector<2·lanes x bf16>; activations are bf16.
+    """
+    lanes = target.lanes
+    vector, words = f"vector<{lanes}xf32>", f"vector<{lanes}xi32>"
+    halves = f"vector<{2 * lanes}xbf16>"
+    stride = row_bytes(Plain("bf16")) // 4
+    following = []
+    activation = ""
+    for accumulator, (row, panel, v) in zip(accumulators, shape.places(target), strict=True):
+        if (panel, v) == (0, 0):
+            pair = t.load(t.gep(inputs, row * stride, "i32"), "i32")
+            spread = t.broadcast(pair, words, "i32")
+            activation = t.op(f"vector.bitcast {spread} : {words} to {halves}")
+        following.append(
+            t.op(
+                f'llvm.call_intrinsic "{_BF16_DOT}"({accumulator}, {activation}, '
+                f"{weights[panel, v]}) : ({vector}, {halves}, {halves}) -> {vector}"
+            )
+        )
+    return following
 
 
 def interleave(rows: np.ndarray, panels: np.ndarray, group: int) -> None:

@@ -13,13 +13,11 @@ from buddy_pipeline.compile.formats.base import (
     RegisterUse,
     TileShape,
     accumulate,
+    accumulate_pairs,
     interleave,
-    row_bytes,
 )
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
-
-_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
 @dataclass(frozen=True)
@@ -29,6 +27,7 @@ class Bf16:
     exact: bool = False
     unit: int = 2
     source: str = "bf16"
+    scaled: bool = False
 
     @property
     def name(self) -> str:
@@ -38,6 +37,12 @@ class Bf16:
     def unit_bytes(self, panel: int) -> int:
         """Bytes of one pair of k of a panel."""
         return 4 * panel
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """Rounded to the nearest, ties to even; NaN stays NaN."""
+        bits = np.where(np.isnan(rows), np.uint32(0x7FC00000), rows.view(np.uint32))
+        odd = (bits >> 16) & 1
+        return ((bits + 0x7FFF + odd) >> 16).astype(np.uint16)
 
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
         """See `WeightFormat.pack`; rows are uint16."""
@@ -78,7 +83,12 @@ class Bf16:
             for v in range(target.panel_vectors)
         }
         if self._has_dot(target):
-            return self._dot(t, target, shape, pairs, inputs, accumulators)
+            halves = f"vector<{2 * lanes}xbf16>"
+            weights = {
+                place: t.op(f"vector.bitcast {pair} : {words} to {halves}")
+                for place, pair in pairs.items()
+            }
+            return accumulate_pairs(t, target, shape, weights, inputs, accumulators)
         low, high = {}, {}
         shift, mask = t.constant(16, words), t.constant(-65536, words)
         for place, pair in pairs.items():
@@ -88,44 +98,8 @@ class Bf16:
             high[place] = t.op(f"arith.bitcast {second} : {words} to vector<{lanes}xf32>")
         return accumulate(t, target, shape, [low, high], inputs, accumulators)
 
-    def _dot(
-        self,
-        t: Text,
-        target: Target,
-        shape: TileShape,
-        pairs: dict[tuple[int, int], str],
-        inputs: str,
-        accumulators: list[str],
-    ) -> list[str]:
-        """accumulator += both products of a pair, with the CPU's own order and rounding."""
-        lanes = target.lanes
-        vector, words, halves = (
-            f"vector<{lanes}xf32>",
-            f"vector<{lanes}xi32>",
-            f"vector<{2 * lanes}xbf16>",
-        )
-        stride = row_bytes(self.activation(target)) // 4
-        weights = {
-            place: t.op(f"vector.bitcast {pair} : {words} to {halves}")
-            for place, pair in pairs.items()
-        }
-        following = []
-        activation = ""
-        for accumulator, (row, panel, v) in zip(accumulators, shape.places(target), strict=True):
-            if (panel, v) == (0, 0):
-                pair = t.load(t.gep(inputs, row * stride, "i32"), "i32")
-                spread = t.broadcast(pair, words, "i32")
-                activation = t.op(f"vector.bitcast {spread} : {words} to {halves}")
-            following.append(
-                t.op(
-                    f'llvm.call_intrinsic "{_DOT}"({accumulator}, {activation}, '
-                    f"{weights[panel, v]}) : ({vector}, {halves}, {halves}) -> {vector}"
-                )
-            )
-        return following
-
     def emit_values(
-        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
+        self, t: Text, target: Target, panel: str, base: str, lane: str, out: str, left: str
     ) -> None:
         """panel[k / 2][lane][k % 2]; a row of odd length ends inside its last pair."""
         pair = t.gep(base, lane, "i32")

@@ -53,6 +53,7 @@ class BlockFormat(ABC):
     scales: ClassVar[int] = 0  # small numbers stored for a block of 32
     halves: ClassVar[int] = 1  # 16-bit ones stored for a unit
     has_minimum: ClassVar[bool] = False
+    scaled: ClassVar[bool] = False  # nothing is left for the end of a chain
 
     @abstractmethod
     def fields(self, blocks: np.ndarray) -> Fields:
@@ -90,6 +91,10 @@ class BlockFormat(ABC):
 
     def _block_bytes(self, panel: int) -> int:
         return (4 * self.bits + self.scales) * panel
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """Blocks are taken from files only."""
+        raise ValueError(f"is not stored in GGUF's type {self.source.upper()}: use another variant")
 
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
         """See `WeightFormat.pack`; rows are uint8 [outputs, bytes], as stored."""
@@ -261,7 +266,7 @@ class BlockFormat(ABC):
         return accumulators
 
     def emit_values(
-        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
+        self, t: Text, target: Target, panel: str, base: str, lane: str, out: str, left: str
     ) -> None:
         """See `WeightFormat.emit_values`; rows are whole units."""
         with t.loop(t.constant(0), t.constant(self.blocks), t.constant(1)) as block:

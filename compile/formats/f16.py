@@ -17,10 +17,19 @@ class F16:
     name: str = "f16"
     unit: int = 1
     source: str = "f16"
+    scaled: bool = False
 
     def unit_bytes(self, panel: int) -> int:
         """Bytes of one k of a panel."""
         return 2 * panel
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """Rounded to the nearest, ties to even; finite numbers must stay finite."""
+        with np.errstate(over="ignore"):
+            halves = rows.astype(np.float16)
+        if np.isinf(halves).any() and np.isfinite(rows).all():
+            raise ValueError("has values beyond the range of f16: use --variant bf16")
+        return halves
 
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
         """See `WeightFormat.pack`."""
@@ -60,7 +69,7 @@ class F16:
         return accumulate(t, target, shape, [weights], inputs, accumulators)
 
     def emit_values(
-        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
+        self, t: Text, target: Target, panel: str, base: str, lane: str, out: str, left: str
     ) -> None:
         """panel[k][lane]."""
         half = t.load(t.gep(base, lane, "f16"), "f16", 2)

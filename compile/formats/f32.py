@@ -17,10 +17,15 @@ class F32:
     name: str = "f32"
     unit: int = 1
     source: str = "f32"
+    scaled: bool = False
 
     def unit_bytes(self, panel: int) -> int:
         """Bytes of one k of a panel."""
         return 4 * panel
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """As they are."""
+        return rows
 
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
         """See `WeightFormat.pack`."""
@@ -58,7 +63,7 @@ class F32:
         return accumulate(t, target, shape, [weights], inputs, accumulators)
 
     def emit_values(
-        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
+        self, t: Text, target: Target, panel: str, base: str, lane: str, out: str, left: str
     ) -> None:
         """panel[k][lane]."""
         t.store(t.load(t.gep(base, lane), "f32"), out, "f32")

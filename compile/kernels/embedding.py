@@ -3,7 +3,7 @@
 The table has the layout of a linear's weights, so that a tied head and the embedding share memory.
 """
 
-from buddy_pipeline.compile.formats.base import WeightFormat
+from buddy_pipeline.compile.formats.base import WeightFormat, head_bytes
 from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
@@ -33,7 +33,8 @@ def emit_embedding(target: Target, form: WeightFormat) -> str:
         zero, one, width = t.constant(0), t.constant(1), t.constant(target.panel)
         unit, unit_bytes = t.constant(form.unit), t.constant(form.unit_bytes(target.panel))
         units = t.binary("arith.divui", t.add("%depth", t.constant(form.unit - 1)), unit)
-        panel_bytes = t.mul(units, unit_bytes)
+        head = head_bytes(form, target.panel)
+        panel_bytes = t.add(t.mul(units, unit_bytes), t.constant(head))
         low, high = thread_share(t, "%tokens", "%tid", "%team")
         with t.loop(low, high, one) as token:
             row = t.word(t.gep("%ids", t.mul(token.index, "%ldi"), "i64"), 0)
@@ -43,8 +44,8 @@ def emit_embedding(target: Target, form: WeightFormat) -> str:
             out = t.gep("%out", t.mul(token.index, "%ldo"))
             with t.loop(zero, units, one) as number:
                 k = t.mul(number.index, unit)
-                base = t.gep(source, t.mul(number.index, unit_bytes), "i8")
+                base = t.gep(t.gep(source, head, "i8"), t.mul(number.index, unit_bytes), "i8")
                 left = t.binary("arith.subi", "%depth", k)
-                form.emit_values(t, target, base, lane, t.gep(out, k), left)
+                form.emit_values(t, target, source, base, lane, t.gep(out, k), left)
         t.line("return")
     return str(t)

@@ -128,18 +128,8 @@ def bf16_bits(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, upper).astype(np.uint16)
 
 
-def source_rows(weight: np.ndarray, form: WeightFormat) -> np.ndarray:
-    """[outputs, inputs] in the type that the format packs."""
-    if form.source == "f32":
-        return weight
-    if form.source == "f16":
-        return weight.astype(np.float16)
-    assert form.source == "bf16", f"rows of {form.source} come from a file"
-    return bf16_bits(weight)
-
-
 def panels_of(rows: np.ndarray, depth: int, target: Target, form: WeightFormat) -> np.ndarray:
-    """Rows of `depth` elements, in the format's own type, as packed panels."""
+    """Rows of `depth` elements, as the format packs them, as panels."""
     count = -(-len(rows) // target.panel)
     panels = aligned_zeros((count, panel_bytes(form, depth, target.panel)), np.uint8)
     form.pack(rows, panels)
@@ -155,7 +145,7 @@ def run_linear(
     form: str = "f32",
 ) -> np.ndarray:
     """x [tokens, inputs] · weightᵀ [outputs, inputs] + bias through the linear kernel."""
-    return run_linear_rows(target, x, source_rows(weight, FORMATS[form]), bias, team, form)
+    return run_linear_rows(target, x, FORMATS[form].from_f32(weight), bias, team, form)
 
 
 def run_linear_rows(
@@ -215,7 +205,7 @@ def run_embedding(
     target: Target, ids: np.ndarray, table: np.ndarray, team: int = 1, form: str = "f32"
 ) -> np.ndarray:
     """table [vocabulary, depth] [ids] through the embedding kernel."""
-    rows = source_rows(table, FORMATS[form])
+    rows = FORMATS[form].from_f32(table)
     return run_embedding_rows(target, ids, rows, table.shape[1], team, form)
 
 
