@@ -40,6 +40,7 @@ def run(
     *,
     spec: options.Spec,
     variant: options.Variant = None,
+    exact: options.Exact = False,
     kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     prompt: options.Prompt = None,
@@ -90,6 +91,7 @@ def run(
     settings = RunSettings(
         spec=spec,
         variant=variant,
+        exact=exact,
         kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         threads=threads,
@@ -115,6 +117,7 @@ def compile_rank(
     rank: options.Rank = 0,
     world: options.World = 1,
     variant: options.Variant = None,
+    exact: options.Exact = False,
     kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     split: options.Split = None,
@@ -126,6 +129,7 @@ def compile_rank(
     settings = CompileSettings(
         spec=spec,
         variant=variant,
+        exact=exact,
         kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         rank=rank,
@@ -146,6 +150,7 @@ def verify(
     spec: options.Spec,
     world: options.World,
     variant: options.Variant = None,
+    exact: options.Exact = False,
     local_model: options.LocalModel = None,
     split: options.Split = None,
     report: options.Report = None,
@@ -154,6 +159,7 @@ def verify(
     settings = VerifySettings(
         spec=spec,
         variant=variant,
+        exact=exact,
         local_model=local_model,
         world=world,
         split=_split(split),
@@ -171,6 +177,7 @@ def plan(
     world: options.World,
     hosts: options.Hosts = None,
     variant: options.Variant = None,
+    exact: options.Exact = False,
     local_model: options.LocalModel = None,
     split: options.Split = None,
     balance: options.PlanBalance = PlanBalance.EVEN,
@@ -181,6 +188,7 @@ def plan(
     settings = PlanSettings(
         spec=spec,
         variant=variant,
+        exact=exact,
         local_model=local_model,
         world=world,
         hosts=hosts,

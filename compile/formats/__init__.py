@@ -30,6 +30,13 @@ def elements_a_byte(name: str) -> int:
     return 8 // ROW_FORMATS[source].bits if source in ROW_FORMATS else 1
 
 
+def gguf_format(kind: str, exact: bool) -> str:
+    """The format that computes on a GGUF type, such as "Q4_K", as it is; with `exact` the one that
+    leaves activations in f32."""
+    name = kind.lower()
+    return f"{name}_exact" if exact and f"{name}_exact" in FORMATS else name
+
+
 def weight_format(name: str) -> WeightFormat:
     """The format of this name; KeyError for one that does not exist."""
     return FORMATS[name]
