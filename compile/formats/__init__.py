@@ -11,13 +11,27 @@ from buddy_pipeline.compile.formats.f16 import F16
 from buddy_pipeline.compile.formats.f32 import F32
 from buddy_pipeline.compile.formats.q4_0 import Q4_0
 from buddy_pipeline.compile.formats.q4_1 import Q4_1
+from buddy_pipeline.compile.formats.q4_k import Q4_K
+from buddy_pipeline.compile.formats.q5_0 import Q5_0
+from buddy_pipeline.compile.formats.q5_1 import Q5_1
+from buddy_pipeline.compile.formats.q5_k import Q5_K
+from buddy_pipeline.compile.formats.q6_k import Q6_K
 from buddy_pipeline.compile.formats.q8_0 import Q8_0
 from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS
 from buddy_pipeline.compile.formats.w8 import W8
 
 #: GGUF's block formats. Each exists twice: "q8_0_exact" reads the same packed memory and keeps
 #: activations in f32.
-_BLOCK_FORMATS: tuple[type[BlockFormat], ...] = (Q4_0, Q4_1, Q8_0)
+_BLOCK_FORMATS: tuple[type[BlockFormat], ...] = (
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Q8_0,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+)
 _ALL: list[WeightFormat] = [F32(), Bf16(), Bf16(exact=True), F16(), W8("w8a32"), W8("w8a16")]
 _ALL += [kind(exact) for kind in _BLOCK_FORMATS for exact in (False, True)]
 
