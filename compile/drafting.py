@@ -8,6 +8,8 @@ from torch.fx import Node
 
 from buddy_pipeline.compile import fx_nodes
 from buddy_pipeline.compile.export import ExportedModel
+from buddy_pipeline.compile.formats import weight_format
+from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS
 from buddy_pipeline.compile.islands import Island, cut_free, signature
 from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.manifest import ROW_PAD, KvLayer, Parameter, Value, WeightPart
@@ -180,7 +182,9 @@ class _Placing:
         shape = tuple(fx_nodes.value_of(table).shape)
         aliases = self.drafter.model.parameters[table.name]
         form = self.drafter.table_form(aliases)
-        return Parameter("panels", (WeightPart(aliases, (), shape, False),), self.panel, form)
+        part = WeightPart(aliases, (), shape, False)
+        _check_rows(part, form)
+        return Parameter("panels", (part,), self.panel, form)
 
     def _linear_parameters(self, fragment: Fragment) -> tuple[Parameter, Parameter | None]:
         """The packed weights of linears side by side, and their biases if any has one."""
@@ -197,6 +201,8 @@ class _Placing:
             parts.append(WeightPart(names[weight.name], aliases, shape, transposed))
         weights = tuple(replace(part, bias=()) for part in parts)
         form = self.drafter.linear_form(fragment.nodes[0])
+        for part in weights:
+            _check_rows(part, form)
         packed = Parameter("panels", weights, self.panel, form)
         if not any(part.bias for part in parts):
             return packed, None
@@ -373,3 +379,14 @@ class _Placing:
         # Outputs are placed before inputs are released: an island never writes what it reads.
         outputs = tuple(self._place(name) for name in island.outputs)
         return IslandCall(index, tuple(inputs), outputs)
+
+
+def _check_rows(part: WeightPart, form: str) -> None:
+    """Raises UserError for a matrix whose rows a format cannot hold."""
+    rows = ROW_FORMATS.get(weight_format(form).source)
+    if rows is None:
+        return
+    try:
+        rows.check_depth(part.columns)
+    except ValueError as error:
+        raise UserError(f"tensor '{part.weight[0]}' {error}: use another variant") from None

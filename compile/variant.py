@@ -50,6 +50,9 @@ VARIANTS = {
         Variant("f16", weights="f16", rest="f16", cache="f16"),
         Variant("w8a32", weights="w8a32", rest="f32", cache="f32"),
         Variant("w8a16", weights="w8a16", rest="bf16", cache="bf16"),
+        Variant("w8a8", weights="w8a8", rest="bf16", cache="bf16"),
+        Variant("w4a16", weights="w4g32", rest="bf16", cache="bf16"),
+        Variant("w4a16-g128", weights="w4g128", rest="bf16", cache="bf16"),
         # What a file lacks is missed when weights are read.
         Variant(GGUF, weights="f32", rest="f32", cache="f16"),
     )

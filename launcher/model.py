@@ -100,7 +100,7 @@ def _as_quantised(formats: Variant, done: Variant, biased: bool, checkpoint: Che
 
 def _context(spec: Spec, config: dict[str, Any]) -> int:
     """The spec's context, or the model's."""
-    trained = _first_number(config, _POSITIONS)
+    trained = first_number(config, _POSITIONS)
     if spec.max_token_len is None:
         return trained or _DEFAULT_CONTEXT
     if trained is not None and spec.max_token_len > trained:
@@ -113,7 +113,7 @@ def _context(spec: Spec, config: dict[str, Any]) -> int:
 
 def _layer_count(checkpoint: Checkpoint) -> int:
     """The number of layers, checked before a graph of that many is made."""
-    layers = _first_number(checkpoint.config, _LAYERS)
+    layers = first_number(checkpoint.config, _LAYERS)
     if layers is None:
         raise UserError(
             f"the model's config names no number of layers: add {_LAYERS[0]} to its config.json"
@@ -126,7 +126,7 @@ def _layer_count(checkpoint: Checkpoint) -> int:
     return layers
 
 
-def _first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
+def first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
     """The first of these entries that is a positive whole number."""
     for name in names:
         value = config.get(name)

@@ -6,19 +6,34 @@ from typing import Annotated, Any
 import typer
 
 from buddy_pipeline.launcher import settings
-from buddy_pipeline.launcher.numbers import number, whole_number
+from buddy_pipeline.launcher.numbers import byte_size, number, positive_number, whole_number
 from buddy_pipeline.launcher.paths import path
 
 _MODEL, _PROMPT, _SAMPLING = "Model", "Prompt", "Sampling"
 _PIPELINE, _OUTPUT = "Pipeline", "Output"
+
+#: Ranks that a command without ranks may be asked about: more than any model has layers.
+_MOST_RANKS = 65_536
 
 
 def _option(panel: str, text: str, *names: str, **how: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **how)
 
 
-def _whole(panel: str, text: str, *names: str, metavar: str = "N", least: int | None = None) -> Any:
-    return _option(panel, text, *names, metavar=metavar, parser=whole_number(least))
+def _whole(
+    panel: str,
+    text: str,
+    *names: str,
+    metavar: str = "N",
+    least: int | None = None,
+    most: int | None = None,
+) -> Any:
+    return _option(panel, text, *names, metavar=metavar, parser=whole_number(least, most))
+
+
+def _flag(panel: str, text: str, *names: str) -> Any:
+    # Without this the help would show a value that flags do not take.
+    return _option(panel, text, *names, metavar="")
 
 
 def _path(panel: str, text: str, *names: str) -> Any:
@@ -51,7 +66,7 @@ PromptFile = Annotated[Path | None, _path(_PROMPT, "Text file with the prompt.")
 Messages = Annotated[
     Path | None, _path(_PROMPT, 'JSON file: a list of {"role": ..., "content": ...}.')
 ]
-Raw = Annotated[bool, _option(_PROMPT, "Give the prompt as it is, without chat template.", "--raw")]
+Raw = Annotated[bool, _flag(_PROMPT, "Give the prompt as it is, without chat template.", "--raw")]
 
 MaxTokens = Annotated[int, _whole(_SAMPLING, "Most tokens to generate.")]
 Temperature = Annotated[float, _number(_SAMPLING, "0 always takes the best token.", "T")]
@@ -69,7 +84,7 @@ Stop = Annotated[
 ]
 IgnoreEos = Annotated[
     bool,
-    _option(
+    _flag(
         _SAMPLING,
         "Go on after the end of the answer; control tokens are then printed.",
         "--ignore-eos",
@@ -111,8 +126,45 @@ Sequences = Annotated[int, _whole(_PIPELINE, "Sequences at once.", least=1)]
 CacheDir = Annotated[
     Path | None, _path(_PIPELINE, "Folder of compiled objects; default in the user's cache.")
 ]
+MaxSequences = Annotated[
+    int, _whole(_PIPELINE, "Sequences that run at once; others wait.", least=1)
+]
+Microbatches = Annotated[
+    int | None,
+    _whole(
+        _PIPELINE,
+        "Parts that the running sequences are dealt out to; default by the ranks' measured times.",
+        least=1,
+    ),
+]
+PrefillChunk = Annotated[
+    int | None,
+    _whole(
+        _PIPELINE,
+        "Most prompt tokens in a step; default by the ranks and by what else runs.",
+        least=1,
+    ),
+]
+KvMemory = Annotated[
+    int | None,
+    _option(
+        _PIPELINE,
+        "Memory for the KV cache on each rank, such as 2G; default most of what is free.",
+        metavar="BYTES",
+        parser=byte_size,
+    ),
+]
+StepTimeout = Annotated[
+    float | None,
+    _option(
+        _PIPELINE,
+        "End the job, naming the rank, when a step takes longer; default never.",
+        metavar="SECONDS",
+        parser=positive_number,
+    ),
+]
 Rank = Annotated[int, _whole(_PIPELINE, "The rank to compile for.", least=0)]
-World = Annotated[int, _whole(_PIPELINE, "How many ranks there are.", least=1)]
+World = Annotated[int, _whole(_PIPELINE, "How many ranks there are.", least=1, most=_MOST_RANKS)]
 Jobs = Annotated[
     int | None,
     _whole(_PIPELINE, "Compilers at a time; default one a core.", "-j", "--jobs", least=1),
@@ -135,7 +187,23 @@ ProfileOut = Annotated[
         "Profile the run: tables on standard error, a trace and a timeline in this folder.",
     ),
 ]
-Stats = Annotated[bool, _option(_OUTPUT, "Statistics on standard error.", "--stats/--no-stats")]
+Stats = Annotated[bool, _flag(_OUTPUT, "Statistics on standard error.", "--stats/--no-stats")]
+BatchInput = Annotated[
+    Path,
+    _path(
+        _PROMPT,
+        "JSON lines: an object each with id, prompt or messages, raw, and sampling options.",
+        "--input",
+    ),
+]
+BatchOutput = Annotated[
+    Path,
+    _path(
+        _OUTPUT,
+        "JSON lines with the results; those of an interrupted run are kept and not done again.",
+        "--output",
+    ),
+]
 Report = Annotated[
     Path | None, _path(_OUTPUT, "File for the JSON report; default standard output.")
 ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
+from buddy_pipeline.compile.cache import write_atomically
 from buddy_pipeline.launcher.generate import FinishReason
 from buddy_pipeline.partition.errors import UserError
 
@@ -21,6 +20,8 @@ class Statistics:
     prompt_tokens: int
     prompt_tokens_per_s: float
     """Over the time to the first token."""
+    reused_prompt_tokens: int
+    """Tokens of the prompt that another sequence had computed already."""
     generation_tokens: int
     generation_tokens_per_s: float | None
     """Over the time after the first token; None when there is no second."""
@@ -89,29 +90,20 @@ class TextStream:
         self.write("\n")
 
 
+def result_fields(result: Result) -> dict[str, Any]:
+    """The result as JSON has it; `top_logits` only if they were asked for."""
+    fields = asdict(result)
+    if result.top_logits:
+        fields["top_logits"] = [[id, logit] for id, logit in result.top_logits]
+    else:
+        del fields["top_logits"]
+    return fields
+
+
 def write_json(path: Path, result: Result) -> None:
     """Writes the result atomically: readers see the old file or the whole new one."""
-    content = asdict(result)
-    if result.top_logits:
-        content["top_logits"] = [[id, logit] for id, logit in result.top_logits]
-    else:
-        del content["top_logits"]
+    text = json.dumps(result_fields(result), ensure_ascii=False, indent=1) + "\n"
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        write_atomically(path, text.encode())
     except OSError as error:
         raise UserError(f"--json {path} cannot be written: {error.strerror}") from None
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, ensure_ascii=False, indent=1)
-            file.write("\n")
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes it private
-        os.replace(name, path)
-    except OSError as error:
-        os.unlink(name)
-        raise UserError(f"--json {path} cannot be written: {error.strerror}") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -18,7 +18,9 @@ from buddy_pipeline.compile.formats.q5_k import Q5_K
 from buddy_pipeline.compile.formats.q6_k import Q6_K
 from buddy_pipeline.compile.formats.q8_0 import Q8_0
 from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS
+from buddy_pipeline.compile.formats.w4 import W4
 from buddy_pipeline.compile.formats.w8 import W8
+from buddy_pipeline.compile.formats.w8a8 import W8A8
 
 #: GGUF's block formats. Each exists twice: "q8_0_exact" reads the same packed memory and keeps
 #: activations in f32.
@@ -32,8 +34,9 @@ _BLOCK_FORMATS: tuple[type[BlockFormat], ...] = (
     Q5_K,
     Q6_K,
 )
-_ALL: list[WeightFormat] = [F32(), Bf16(), Bf16(exact=True), F16(), W8("w8a32"), W8("w8a16")]
+_ALL: list[WeightFormat] = [F32(), Bf16(), Bf16(exact=True), F16()]
 _ALL += [kind(exact) for kind in _BLOCK_FORMATS for exact in (False, True)]
+_ALL += [W8("w8a32"), W8("w8a16"), W8A8(), W4(32), W4(128)]
 
 FORMATS: dict[str, WeightFormat] = {form.name: form for form in _ALL}
 

@@ -15,10 +15,6 @@ from buddy_pipeline.compile.target import Target
 
 #: Elements of an 8-bit block, which share a scale.
 Q8_BLOCK = 32
-#: 1.5 · 2²³: adding it rounds a small float to an integer and leaves that in its low bits.
-_MAGIC = 12582912.0
-#: A block whose largest value is below this is taken for zeros: 127 over it would overflow.
-_TINY = 2.0**-120
 
 
 class Activation(Protocol):
@@ -110,19 +106,32 @@ class Q8:
         return Q8_BLOCK + 4 + 4 * sums
 
     def emit_row(self, t: Text, target: Target, source: str, to: str, depth: str, end: str) -> None:
-        """See `Activation.emit_row`; `depth` is a multiple of the block, as rows of a file are."""
-        with t.loop(t.constant(0), depth, t.constant(self.block)) as k:
-            number = t.binary("arith.divui", k.index, t.constant(self.block))
-            place = t.gep(to, t.mul(number, t.constant(self.block_bytes)), "i8")
-            self._emit_block(t, target, t.gep(source, k.index), place)
+        """See `Activation.emit_row`; a block that the row ends in is filled up with zeros."""
+        lanes, count = target.lanes, Q8_BLOCK // target.lanes
+        f, block = f"vector<{lanes}xf32>", t.constant(self.block)
+        rest = t.op(f"arith.remui {depth}, {block} : i64")
+        whole = t.binary("arith.subi", depth, rest)
 
-    def _emit_block(self, t: Text, target: Target, source: str, to: str) -> None:
+        def place(k: str) -> str:
+            number = t.binary("arith.divui", k, block)
+            return t.gep(to, t.mul(number, t.constant(self.block_bytes)), "i8")
+
+        with t.loop(t.constant(0), whole, block) as k:
+            first = t.gep(source, k.index)
+            values = [t.load(t.gep(first, j * lanes), f) for j in range(count)]
+            self._emit_block(t, target, values, place(k.index))
+        with t.when(t.compare("ugt", rest, t.constant(0))):
+            first = t.gep(source, whole)
+            values = [
+                _load_part(t, t.gep(first, j * lanes), j * lanes, rest, lanes) for j in range(count)
+            ]
+            self._emit_block(t, target, values, place(whole))
+
+    def _emit_block(self, t: Text, target: Target, values: list[str], to: str) -> None:
         lanes = target.lanes
         f, i = f"vector<{lanes}xf32>", f"vector<{lanes}xi32>"
-        count = Q8_BLOCK // lanes
-        values = [t.load(t.gep(source, j * lanes), f) for j in range(count)]
         scale, inverse = self._scale(t, values, lanes)
-        factor, magic = t.broadcast(inverse, f), t.constant(_MAGIC, f)
+        factor, magic = t.broadcast(inverse, f), t.constant(vm.INTEGER_MAGIC, f)
         rounded = []
         for j, value in enumerate(values):
             shifted = t.fma(value, factor, magic, f)
@@ -158,31 +167,81 @@ class Q8:
             pairs = zip(sizes[::2], sizes[1::2], strict=True)
             sizes = [t.binary("arith.maxsi", a, b, i) for a, b in pairs]
         bits = t.op(f"vector.reduction <maxsi>, {sizes[0]} : {i} into i32")
-        largest = t.op(f"arith.bitcast {bits} : i32 to f32")
-        full = t.constant(127.0, "f32")
-        scale = t.binary("arith.divf", largest, full, "f32")
-        inverse = t.binary("arith.divf", full, largest, "f32")
-        tiny = t.op(f"arith.cmpf olt, {largest}, {t.constant(_TINY, 'f32')} : f32")
-        return scale, t.select(tiny, t.constant(0.0, "f32"), inverse, "f32")
+        return vm.int8_scale(t, bits)
 
     def _sum(self, t: Text, rounded: list[str], i: str) -> str:
-        """The sum of integers that still carry the bits of `_MAGIC`."""
+        """The sum of integers that still carry the bits of `vm.INTEGER_MAGIC`."""
         total = rounded[0]
         for more in rounded[1:]:
             total = t.binary("arith.addi", total, more, i)
         whole = t.op(f"vector.reduction <add>, {total} : {i} into i32")
-        extra = self.run * int(np.float32(_MAGIC).view(np.int32))
+        extra = self.run * int(np.float32(vm.INTEGER_MAGIC).view(np.int32))
         # Modulo 2³², as the addition was.
         extra = (extra + (1 << 31)) % (1 << 32) - (1 << 31)
         return t.binary("arith.subi", whole, t.constant(extra, "i32"), "i32")
 
     def reference(self, x: np.ndarray) -> np.ndarray:
         """See `Activation.reference`; x is finite."""
-        blocks = x.reshape(len(x), -1, Q8_BLOCK)
+        padded = np.pad(x, ((0, 0), (0, -x.shape[1] % Q8_BLOCK)))
+        blocks = padded.reshape(len(x), -1, Q8_BLOCK)
         largest = np.abs(blocks).max(axis=-1, keepdims=True)
         with np.errstate(divide="ignore"):
-            inverse = np.where(largest < _TINY, np.float32(0), np.float32(127) / largest)
+            inverse = np.where(largest < vm.INT8_TINY, np.float32(0), np.float32(127) / largest)
         # A product of two float32 is exact in float64, so this rounds once, as the kernel does.
         whole = np.rint(blocks.astype(np.float64) * inverse)
         scale = largest / np.float32(127)
-        return (whole * scale).reshape(x.shape)
+        return (whole * scale).reshape(padded.shape)[:, : x.shape[1]]
+
+
+@dataclass(frozen=True)
+class SummedBf16:
+    """Blocks of bf16, each followed by the sum of its rounded elements (f32), for weights with a
+    zero; rows are whole blocks."""
+
+    block: int
+
+    @property
+    def sum_at(self) -> int:
+        """Offset of a block's sum in bytes."""
+        return 2 * self.block
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one packed block."""
+        return 2 * self.block + 4
+
+    def emit_row(self, t: Text, target: Target, source: str, to: str, depth: str, end: str) -> None:
+        """See `Activation.emit_row`."""
+        lanes, block = target.lanes, t.constant(self.block)
+        types, f = vm.Lanes(lanes), f"vector<{lanes}xf32>"
+        with t.loop(t.constant(0), depth, block) as k:
+            number = t.binary("arith.divui", k.index, block)
+            place = t.gep(to, t.mul(number, t.constant(self.block_bytes)), "i8")
+            total = t.constant(0.0, f)
+            for at in range(0, self.block, lanes):
+                value = t.load(t.gep(t.gep(source, k.index), at), f)
+                half = vm.narrowed(t, value, "bf16", types, target)
+                t.store(half, t.gep(place, at, "bf16"), types.of("bf16"), 2)
+                wide = t.op(f"arith.extf {half} : {types.of('bf16')} to {f}")
+                total = t.binary("arith.addf", total, wide, f)
+            total = vm.reduce_vector(t, total, lanes, "sum")
+            whole = t.op(f"vector.extract {total}[0] : f32 from {f}")
+            t.store(whole, t.gep(place, self.sum_at, "i8"), "f32")
+
+    def reference(self, x: np.ndarray) -> np.ndarray:
+        """See `Activation.reference`."""
+        return Plain("bf16").reference(x)
+
+
+def _load_part(t: Text, source: str, first: int, end: str, lanes: int) -> str:
+    """Elements `first`, first + 1, … of a block, zeros from element `end` on."""
+    f, words = f"vector<{lanes}xf32>", f"vector<{lanes}xi32>"
+    numbers = ", ".join(str(first + lane) for lane in range(lanes))
+    here = t.op(f"arith.constant dense<[{numbers}]> : {words}")
+    limit = t.broadcast(t.op(f"arith.trunci {end} : i64 to i32"), words, "i32")
+    inside = t.compare("slt", here, limit, words)
+    zero = t.constant(0.0, f)
+    return t.op(
+        f"llvm.intr.masked.load {source}, {inside}, {zero} {{alignment = 4 : i32}} : "
+        f"(!llvm.ptr, vector<{lanes}xi1>, {f}) -> {f}"
+    )

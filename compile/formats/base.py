@@ -5,7 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
-from buddy_pipeline.compile.formats.activation import Activation, Plain
+from buddy_pipeline.compile.formats.activation import Activation
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
@@ -14,10 +14,10 @@ from buddy_pipeline.compile.target import Target
 BLOCK_K = 256
 #: Bytes between packed activation rows beyond a block: rows must not share cache sets.
 ROW_PADDING = 64
+_BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 #: Panels that a tile of few tokens takes at once at most: enough independent chains to hide the
 #: latency of the multiply-add, and several streams from memory.
 _MOST_PANELS = 4
-_BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class WeightFormat(Protocol):
 
     @property
     def source(self) -> str:
-        """What `pack` takes: "f32", "bf16" (as uint16) or "f16" [outputs, K], the name of a row
-        format of `quantised_rows`, or a GGUF type as the file has it (uint8 [outputs, bytes])."""
+        """What `pack` takes: "f32", "bf16" (as uint16) or "f16" [outputs, K], or the name of a
+        row format of `quantised_rows` (uint8 [outputs, bytes])."""
 
     def from_f32(self, rows: np.ndarray) -> np.ndarray:
         """float32 [outputs, K] as `source`; ValueError saying what cannot be represented."""
@@ -107,10 +107,10 @@ class WeightFormat(Protocol):
         """
 
     def emit_values(
-        self, t: Text, target: Target, panel: str, base: str, lane: str, out: str, left: str
+        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
     ) -> None:
         """Stores one unit of output `lane` as f32 to `out`, or only its first `left` elements where
-        the row ends before. `base` is the address of the unit, `panel` that of its panel."""
+        the row ends before. `base` is the address of the unit in the panel."""
 
 
 def row_bytes(activation: Activation) -> int:
@@ -158,7 +158,7 @@ def accumulate(
     """Fused multiply-adds of f32 weights and activations, one dict (panel, vector) → value for each
     k of a unit."""
     vector = f"vector<{target.lanes}xf32>"
-    stride = row_bytes(Plain()) // 4
+    stride = BLOCK_K + ROW_PADDING // 4
     for k, at_k in enumerate(weights):
         following = []
         activation = ""
@@ -178,20 +178,21 @@ def accumulate_pairs(
     weights: dict[tuple[int, int], str],
     inputs: str,
     accumulators: list[str],
+    stride: int,
 ) -> list[str]:
     """accumulator += both products of a pair of k, with the CPU's own order and rounding.
 
-    `weights` are bf16 pairs (panel, vector) → vector<2·lanes x bf16>; activations are bf16.
+    `weights` are bf16 pairs (panel, vector) → vector<2·lanes x bf16>; activations are bf16, their
+    rows `stride` bytes apart.
     """
     lanes = target.lanes
     vector, words = f"vector<{lanes}xf32>", f"vector<{lanes}xi32>"
     halves = f"vector<{2 * lanes}xbf16>"
-    stride = row_bytes(Plain("bf16")) // 4
     following = []
     activation = ""
     for accumulator, (row, panel, v) in zip(accumulators, shape.places(target), strict=True):
         if (panel, v) == (0, 0):
-            pair = t.load(t.gep(inputs, row * stride, "i32"), "i32")
+            pair = t.load(t.gep(inputs, row * stride, "i8"), "i32")
             spread = t.broadcast(pair, words, "i32")
             activation = t.op(f"vector.bitcast {spread} : {words} to {halves}")
         following.append(

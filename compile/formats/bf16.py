@@ -15,9 +15,12 @@ from buddy_pipeline.compile.formats.base import (
     accumulate,
     accumulate_pairs,
     interleave,
+    row_bytes,
 )
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
+
+_NAN = 0x7FC0
 
 
 @dataclass(frozen=True)
@@ -40,9 +43,12 @@ class Bf16:
 
     def from_f32(self, rows: np.ndarray) -> np.ndarray:
         """Rounded to the nearest, ties to even; NaN stays NaN."""
-        bits = np.where(np.isnan(rows), np.uint32(0x7FC00000), rows.view(np.uint32))
+        bits = rows.view(np.uint32)
         odd = (bits >> 16) & 1
-        return ((bits + 0x7FFF + odd) >> 16).astype(np.uint16)
+        upper = ((bits + 0x7FFF + odd) >> 16).astype(np.uint16)
+        # The sum carries a NaN's payload into its exponent, or beyond its sign.
+        upper[np.isnan(rows)] = _NAN
+        return upper
 
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
         """See `WeightFormat.pack`; rows are uint16."""
@@ -88,7 +94,8 @@ class Bf16:
                 place: t.op(f"vector.bitcast {pair} : {words} to {halves}")
                 for place, pair in pairs.items()
             }
-            return accumulate_pairs(t, target, shape, weights, inputs, accumulators)
+            stride = row_bytes(self.activation(target))
+            return accumulate_pairs(t, target, shape, weights, inputs, accumulators, stride)
         low, high = {}, {}
         shift, mask = t.constant(16, words), t.constant(-65536, words)
         for place, pair in pairs.items():
@@ -99,7 +106,7 @@ class Bf16:
         return accumulate(t, target, shape, [low, high], inputs, accumulators)
 
     def emit_values(
-        self, t: Text, target: Target, panel: str, base: str, lane: str, out: str, left: str
+        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
     ) -> None:
         """panel[k / 2][lane][k % 2]; a row of odd length ends inside its last pair."""
         pair = t.gep(base, lane, "i32")

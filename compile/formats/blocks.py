@@ -43,6 +43,7 @@ class BlockFormat(ABC):
 
     exact: bool = False
 
+    scaled: ClassVar[bool] = False
     source: ClassVar[str]
     file_bytes: ClassVar[int]  # of one block of the file
     blocks: ClassVar[int] = 1  # of 32 elements in one block of the file
@@ -53,7 +54,6 @@ class BlockFormat(ABC):
     scales: ClassVar[int] = 0  # small numbers stored for a block of 32
     halves: ClassVar[int] = 1  # 16-bit ones stored for a unit
     has_minimum: ClassVar[bool] = False
-    scaled: ClassVar[bool] = False  # nothing is left for the end of a chain
 
     @abstractmethod
     def fields(self, blocks: np.ndarray) -> Fields:
@@ -93,8 +93,8 @@ class BlockFormat(ABC):
         return (4 * self.bits + self.scales) * panel
 
     def from_f32(self, rows: np.ndarray) -> np.ndarray:
-        """Blocks are taken from files only."""
-        raise ValueError(f"is not stored in GGUF's type {self.source.upper()}: use another variant")
+        """Blocks come from files."""
+        raise ValueError(f"is not in {self.source} and cannot be made so here: use its own type")
 
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
         """See `WeightFormat.pack`; rows are uint8 [outputs, bytes], as stored."""
@@ -266,7 +266,7 @@ class BlockFormat(ABC):
         return accumulators
 
     def emit_values(
-        self, t: Text, target: Target, panel: str, base: str, lane: str, out: str, left: str
+        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
     ) -> None:
         """See `WeightFormat.emit_values`; rows are whole units."""
         with t.loop(t.constant(0), t.constant(self.blocks), t.constant(1)) as block:

@@ -27,7 +27,7 @@ class F16:
         """Rounded to the nearest, ties to even; finite numbers must stay finite."""
         with np.errstate(over="ignore"):
             halves = rows.astype(np.float16)
-        if np.isinf(halves).any() and np.isfinite(rows).all():
+        if (np.isinf(halves) & np.isfinite(rows)).any():
             raise ValueError("has values beyond the range of f16: use --variant bf16")
         return halves
 
@@ -69,7 +69,7 @@ class F16:
         return accumulate(t, target, shape, [weights], inputs, accumulators)
 
     def emit_values(
-        self, t: Text, target: Target, panel: str, base: str, lane: str, out: str, left: str
+        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
     ) -> None:
         """panel[k][lane]."""
         half = t.load(t.gep(base, lane, "f16"), "f16", 2)

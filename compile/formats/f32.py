@@ -63,7 +63,7 @@ class F32:
         return accumulate(t, target, shape, [weights], inputs, accumulators)
 
     def emit_values(
-        self, t: Text, target: Target, panel: str, base: str, lane: str, out: str, left: str
+        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
     ) -> None:
         """panel[k][lane]."""
         t.store(t.load(t.gep(base, lane), "f32"), out, "f32")

@@ -16,6 +16,7 @@ from buddy_pipeline.compile.formats.base import (
     accumulate,
     accumulate_pairs,
     interleave,
+    row_bytes,
 )
 from buddy_pipeline.compile.formats.quantised_rows import Int8Rows, split_records
 from buddy_pipeline.compile.mlir_text import Text
@@ -43,27 +44,21 @@ class W8:
 
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
         """See `WeightFormat.pack`; rows are records of `Int8Rows`."""
-        depth = rows.shape[1] - 4
-        fields = split_records(_ROWS, rows, depth)
-        steps = -(-depth // self.unit) * self.unit
+        q, steps = packed_scales(rows, panels, self.unit)
         width = panels.shape[1] // (4 + steps)
-        scales = np.zeros((len(panels), width), np.float32)
-        scales.reshape(-1)[: len(rows)] = fields["scale"][:, 0]
-        panels[:, : 4 * width] = scales.view(np.uint8)
-        q = np.pad(fields[""], ((0, 0), (0, steps - depth))).view(np.uint8)
         interleave(q, panels[:, 4 * width :].reshape(len(panels), steps, width, 1), 1)
 
     def reference(self, rows: np.ndarray) -> np.ndarray:
         """See `WeightFormat.reference`."""
-        return _ROWS.dequantise(rows, rows.shape[1] - 4)
+        return _ROWS.dequantise(rows)
 
     def activation(self, target: Target) -> Activation:
         """bf16 where wanted and where the CPU multiplies it."""
         return Plain("bf16") if self._pairs(target) else Plain()
 
     def registers(self, target: Target) -> RegisterUse:
-        """A vector of weights each, and a broadcast activation."""
-        return RegisterUse()
+        """A vector of weights each, two while pairs are put together; a broadcast activation."""
+        return RegisterUse(panel=2 if self._pairs(target) else 1)
 
     def _pairs(self, target: Target) -> bool:
         return self.name == "w8a16" and target.bf16_dot
@@ -93,22 +88,36 @@ class W8:
         if not self._pairs(target):
             return accumulate(t, target, shape, at, inputs, accumulators)
         pairs = {place: _bf16_pair(t, lanes, at[0][place], at[1][place]) for place in at[0]}
-        return accumulate_pairs(t, target, shape, pairs, inputs, accumulators)
+        stride = row_bytes(self.activation(target))
+        return accumulate_pairs(t, target, shape, pairs, inputs, accumulators, stride)
 
     def emit_values(
-        self, t: Text, target: Target, panel: str, base: str, lane: str, out: str, left: str
+        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
     ) -> None:
-        """q[k][lane] · scale[lane]; a row of odd length ends inside its last unit."""
-        scale = t.load(t.gep(panel, lane), "f32")
+        """q[k][lane], unscaled; a row of odd length ends inside its last unit."""
 
         def one(k: int) -> None:
             q = t.load(t.gep(t.gep(base, k * target.panel, "i8"), lane, "i8"), "i8", 1)
-            number = t.op(f"arith.sitofp {q} : i8 to f32")
-            t.store(t.binary("arith.mulf", number, scale, "f32"), t.gep(out, k), "f32")
+            t.store(t.op(f"arith.sitofp {q} : i8 to f32"), t.gep(out, k), "f32")
 
         one(0)
         with t.when(t.compare("ugt", left, t.constant(1))):
             one(1)
+
+
+def packed_scales(rows: np.ndarray, panels: np.ndarray, unit: int) -> tuple[np.ndarray, int]:
+    """Writes the scales of records of `Int8Rows` to the heads of panels.
+
+    Returns q as uint8 [outputs, K], K padded to whole units, and that K.
+    """
+    depth = rows.shape[1] - 4
+    fields = split_records(_ROWS, rows)
+    steps = -(-depth // unit) * unit
+    width = panels.shape[1] // (4 + steps)
+    scales = np.zeros((len(panels), width), np.float32)
+    scales.reshape(-1)[: len(rows)] = fields["scale"][:, 0]
+    panels[:, : 4 * width] = scales.view(np.uint8)
+    return np.pad(fields[""], ((0, 0), (0, steps - depth))).view(np.uint8), steps
 
 
 def _bf16_pair(t: Text, lanes: int, first: str, second: str) -> str:

@@ -20,7 +20,7 @@ from buddy_pipeline.compile.kernels import attention, driver, embedding, linear
 from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.lowering import lower_kernel
-from buddy_pipeline.compile.manifest import KV_SPAN, SPLIT_UNITS, KvLayer, StepWord
+from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SPAN, SPLIT_UNITS, KvLayer, StepWord
 from buddy_pipeline.compile.target import Target, host_target, named_target
 from buddy_pipeline.ranks.kv_cache import KvCache
 from buddy_pipeline.ranks.memory_blocks import aligned_zeros
@@ -29,15 +29,18 @@ from buddy_pipeline.ranks.memory_blocks import aligned_zeros
 ROUNDOFF = 2.0**-24
 
 #: Cached elements as NumPy sees them; all bits of a 16-bit word but the sign are a NaN in bf16 and
-#: in f16.
-_CACHED = {"f32": np.float32, "bf16": np.uint16, "f16": np.uint16}
+#: in f16, and four bytes of ones are a NaN as a scale.
+_CACHED = {"f32": np.float32, "bf16": np.uint16, "f16": np.uint16, "int8": np.uint8}
 _CTYPES = {"!llvm.ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 
 Arguments = Sequence[Any]
 
 
 def runnable_targets() -> list[Any]:
-    """Parameters for a test that runs code: the x86-64 levels that this CPU has, and the host."""
+    """Parameters for a test that runs code: the x86-64 levels that this CPU has, and the host.
+
+    A level with the host's vectors gives nearly the host's code: it runs every night only.
+    """
     import llvmlite.binding as llvm
 
     features = llvm.get_host_cpu_features()
@@ -46,16 +49,15 @@ def runnable_targets() -> list[Any]:
         "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
         "host": (),
     }
-    return [
-        pytest.param(
-            named_target(name),
-            id=name,
-            marks=pytest.mark.skipif(
-                not all(features.get(f) for f in wanted), reason=f"this CPU is no {name}"
-            ),
-        )
-        for name, wanted in needs.items()
-    ]
+    found = []
+    for name, wanted in needs.items():
+        target, marks = named_target(name), []
+        if not all(features.get(f) for f in wanted):
+            marks.append(pytest.mark.skip(reason=f"this CPU is no {name}"))
+        if target != host_target() and target.vector_bits == host_target().vector_bits:
+            marks.append(pytest.mark.slow)
+        found.append(pytest.param(target, id=name, marks=marks))
+    return found
 
 
 @functools.cache
@@ -113,12 +115,27 @@ def rows_of(array: np.ndarray, stride: int | None = None) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 numbers rounded to the nearest of "f32", "bf16" or "f16", ties to even."""
+    """float32 numbers rounded to the nearest of "f32", "bf16" or "f16", ties to even, or in "int8"
+    blocks of 32 along the last axis to multiples of their largest / 127."""
     if dtype == "f32":
         return values
+    if dtype == "int8":
+        return _int8_blocks(values)
     if dtype == "f16":
         return values.astype(np.float16).astype(np.float32)
     return (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
+
+
+def _int8_blocks(values: np.ndarray) -> np.ndarray:
+    result = np.empty_like(values)
+    for first in range(0, values.shape[-1], 32):
+        block = values[..., first : first + 32]
+        largest = np.abs(block).max(axis=-1, keepdims=True)
+        # A product of two float32 is exact in float64, so this rounds once, as the kernel does.
+        inverse = (np.float32(127) / largest).astype(np.float64)
+        whole = np.rint(block.astype(np.float64) * inverse)
+        result[..., first : first + 32] = whole.astype(np.float32) * (largest / np.float32(127))
+    return result
 
 
 def bf16_bits(values: np.ndarray) -> np.ndarray:
@@ -254,9 +271,11 @@ class Attending:
         self._partial_bytes = attention.partial_bytes(target, shape)
         layer = KvLayer(kv_heads, shape.key, shape.value, shape.cache)
         self.cache = KvCache([KvLayer(1, 3, 5, shape.cache), layer], slots, context)
+        self.capacity = -(-context // KV_BLOCK) * KV_BLOCK
+        self.cache.apply([(slot, self.capacity, slot, 0) for slot in range(slots)])
         self.memory = [m.view(_CACHED[shape.cache]) for m in self.cache._memory]
         for memory in self.memory:
-            memory.fill(0x7FFF if memory.dtype == np.uint16 else np.nan)
+            memory.fill({4: np.nan, 2: 0x7FFF, 1: 0xFF}[memory.itemsize])
 
     def step(
         self,
@@ -277,7 +296,7 @@ class Attending:
         out = aligned((tokens + 1, row_stride(width)), 7.0)
         stride = self._scratch_bytes + 64
         scratch = aligned((team * stride // 4,))
-        spans = -(-self.cache.capacity // KV_SPAN)
+        spans = -(-self.capacity // KV_SPAN)
         partials = aligned((SPLIT_UNITS * team * spans * self._partial_bytes // 4 + 16,))
         barrier = aligned_zeros((16,), np.int64)
         record = np.zeros(len(StepWord), np.int64)

@@ -12,59 +12,58 @@ from pathlib import Path
 
 import numpy as np
 
-from buddy_pipeline.launcher.prompt import PromptSource
+from buddy_pipeline.launcher import cli, running
 from buddy_pipeline.launcher.session import open_session
 from buddy_pipeline.launcher.settings import RunSettings
 from buddy_pipeline.ranks.engine import Engine
-from buddy_pipeline.ranks.faults import CollectiveExit
-from buddy_pipeline.ranks.sampling import SamplingOptions
+from buddy_pipeline.ranks.sampling import Sampler
+from buddy_pipeline.ranks.sequence import Sequence
 
 NEW_TOKENS = 16
 
 
-def settings(checkpoint: Path, cache: Path) -> RunSettings:
-    spec = checkpoint / "spec.json"  # written by the test
-    return RunSettings(
-        spec=str(spec),
-        variant=None,
-        local_model=checkpoint,
-        threads=None,
-        split=None,
-        cache_dir=cache,
-        prompt=PromptSource(text="unused"),
-        sampling=SamplingOptions(),
-        top_logits=0,
-        json_path=None,
-        stats=False,
-    )
-
-
 def compute(engine: Engine, prompt: np.ndarray) -> dict[str, np.ndarray]:
-    each = [engine.decode(0, int(token), at).copy() for at, token in enumerate(prompt)]
-    last = logits = engine.prefill(0, prompt).copy()
-    tokens, steps = [], []
-    for position in range(len(prompt), len(prompt) + NEW_TOKENS):
-        tokens.append(int(np.argmax(logits)))
-        logits = engine.decode(0, tokens[-1], position).copy()
-        steps.append(logits)
+    ids = prompt.tolist()
+    # The whole prompt first: it could share what the other has computed, but not the other way.
+    tokens, steps = run(engine, ids, NEW_TOKENS + 1, lambda logits, _: int(np.argmax(logits)))
+    _, each = run(engine, ids[:1], len(ids), lambda _, history: ids[len(history) % len(ids)])
     return {
         "prompt": np.stack(each),
-        "last": last,
-        "tokens": np.array(tokens),
-        "steps": np.stack(steps),
+        "last": steps[0],
+        "tokens": np.array(tokens[:NEW_TOKENS]),
+        "steps": np.stack(steps[1:]),
     }
 
 
-def main(checkpoint: str, cache: str, prompt: str, out: str) -> None:
-    with open_session(settings(Path(checkpoint), Path(cache))) as session:
-        if session.engine is None:
-            session.serve()
-        else:
-            np.savez(out, **compute(session.engine, np.load(prompt)))
+def run(
+    engine: Engine, ids: list[int], steps: int, choose: Sampler
+) -> tuple[list[int], list[np.ndarray]]:
+    """The next tokens after `ids`, and the logits that each was chosen from."""
+    sequence, logits = Sequence(list(ids), choose), []
+    engine.submit(sequence)
+    for _ in range(steps):
+        (sampled,) = engine.advance()
+        logits.append(sampled.logits.copy())
+    engine.finish(sequence)
+    return sequence.ids[len(ids) :], logits
+
+
+def main(checkpoint: str, cache: str, prompt: str, out: str) -> int:
+    def write_logits(settings: RunSettings) -> int:
+        with open_session(settings) as session:
+            if session.engine is None:
+                session.serve()
+            else:
+                np.savez(out, **compute(session.engine, np.load(prompt)))
+        return 0
+
+    # The command line makes the settings; then this takes the place of the answer.
+    running.run_command = write_logits
+    spec = Path(checkpoint) / "spec.json"
+    spec.write_text("{}")
+    model = ["--spec", str(spec), "--local-model", checkpoint]
+    return cli.main([*model, "--cache-dir", cache, "--prompt", "unused"])
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except CollectiveExit as leaving:
-        sys.exit(leaving.code)
+    sys.exit(main(*sys.argv[1:]))
