@@ -85,12 +85,15 @@ class Drafter:
 
     def linear_form(self, name: str) -> str:
         """The weight format of a linear node."""
-        return self.variant.linear(fx_nodes.linear_bias(self.model.fx[name]) is not None)
+        node, names = self.model.fx[name], self.model.parameters
+        weight = fx_nodes.linear_weight(node, names)
+        assert weight is not None
+        return self.variant.linear(names[weight.name], fx_nodes.linear_bias(node) is not None)
 
     def table_form(self, aliases: tuple[str, ...]) -> str:
         """The weight format of an embedding table: that of a head that shares it, if one does."""
         head = self._linears.get(aliases)
-        return self.variant.rest if head is None else self.linear_form(head)
+        return self.variant.table(aliases) if head is None else self.linear_form(head)
 
     def readers(self, name: str) -> set[str]:
         """The nodes that read a value, through views."""

@@ -1,7 +1,10 @@
 """Variants: which number formats a model is compiled in."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
+#: The variant whose formats are those that a GGUF file's tensors have.
+GGUF = "gguf"
 #: Types that the KV cache can be kept in.
 CACHE_TYPES = ("f32", "bf16", "f16", "int8")
 
@@ -19,15 +22,24 @@ class Variant:
     """Of the KV cache, one of `CACHE_TYPES`."""
     biased: bool = True
     """Whether linears with a bias are in `weights` too, not in `rest`."""
+    tensors: Mapping[str, str] = field(default_factory=dict)
+    """Formats of single matrices by their tensors' names, which go before all of the above."""
 
     @property
     def quantised(self) -> bool:
         """Whether some matrices are in fewer bits than the others."""
         return self.weights != self.rest
 
-    def linear(self, has_bias: bool) -> str:
-        """The weight format of a linear."""
-        return self.rest if has_bias and not self.biased else self.weights
+    def linear(self, names: Iterable[str], has_bias: bool) -> str:
+        """The weight format of a linear whose weight has one of these names."""
+        return self._own(names) or (self.rest if has_bias and not self.biased else self.weights)
+
+    def table(self, names: Iterable[str]) -> str:
+        """The weight format of an embedding table that is nobody's weight besides."""
+        return self._own(names) or self.rest
+
+    def _own(self, names: Iterable[str]) -> str | None:
+        return next((self.tensors[name] for name in names if name in self.tensors), None)
 
 
 VARIANTS = {
@@ -41,5 +53,7 @@ VARIANTS = {
         Variant("w8a8", weights="w8a8", rest="bf16", cache="bf16"),
         Variant("w4a16", weights="w4g32", rest="bf16", cache="bf16"),
         Variant("w4a16-g128", weights="w4g128", rest="bf16", cache="bf16"),
+        # What a file lacks is missed when weights are read.
+        Variant(GGUF, weights="f32", rest="f32", cache="f16"),
     )
 }

@@ -42,6 +42,7 @@ def run(
     *,
     spec: options.Spec,
     variant: options.Variant = None,
+    exact: options.Exact = False,
     kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     prompt: options.Prompt = None,
@@ -96,6 +97,7 @@ def run(
     settings = RunSettings(
         spec=spec,
         variant=variant,
+        exact=exact,
         kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         threads=threads,
@@ -169,6 +171,7 @@ def compile_rank(
     rank: options.Rank = 0,
     world: options.World = 1,
     variant: options.Variant = None,
+    exact: options.Exact = False,
     kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     split: options.Split = None,
@@ -180,6 +183,7 @@ def compile_rank(
     settings = CompileSettings(
         spec=spec,
         variant=variant,
+        exact=exact,
         kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         rank=rank,
@@ -200,6 +204,7 @@ def verify(
     spec: options.Spec,
     world: options.World,
     variant: options.Variant = None,
+    exact: options.Exact = False,
     local_model: options.LocalModel = None,
     split: options.Split = None,
     report: options.Report = None,
@@ -208,6 +213,7 @@ def verify(
     settings = VerifySettings(
         spec=spec,
         variant=variant,
+        exact=exact,
         local_model=local_model,
         world=world,
         split=_split(split),
@@ -225,6 +231,7 @@ def plan(
     world: options.World,
     hosts: options.Hosts = None,
     variant: options.Variant = None,
+    exact: options.Exact = False,
     local_model: options.LocalModel = None,
     split: options.Split = None,
     balance: options.PlanBalance = PlanBalance.EVEN,
@@ -235,6 +242,7 @@ def plan(
     settings = PlanSettings(
         spec=spec,
         variant=variant,
+        exact=exact,
         local_model=local_model,
         world=world,
         hosts=hosts,

@@ -12,6 +12,7 @@ from buddy_pipeline.launcher.element_counts import check_float_total, chosen_cou
 from buddy_pipeline.launcher.model_source import model_path
 from buddy_pipeline.launcher.settings import ModelSettings
 from buddy_pipeline.launcher.spec import Spec, load_spec
+from buddy_pipeline.launcher.stored_formats import as_stored
 from buddy_pipeline.launcher.variants import known_cache_type, known_variant
 from buddy_pipeline.partition.errors import UserError
 
@@ -69,7 +70,7 @@ def _formats(settings: ModelSettings, spec: Spec, checkpoint: Checkpoint) -> Var
     the spec; and which linears it quantises."""
     done = checkpoint.quantisation
     asked = settings.variant or (done.variant if done else spec.variant)
-    formats = known_variant(asked)
+    formats = as_stored(known_variant(asked), checkpoint, settings.exact)
     if spec.weights_override is not None:
         own = known_variant(spec.variant)
         if own.quantised:

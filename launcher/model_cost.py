@@ -30,21 +30,26 @@ def model_cost(model: Model) -> ModelCost:
     Raises UserError if the checkpoint names no tensor of some layer.
     """
     checkpoint, formats = model.checkpoint, model.formats
-    table_bytes = _matrix_bytes(formats.weights if checkpoint.ties_head else formats.rest)
 
     def linear(info: TensorInfo) -> PartCost:
         has_bias = info.name.removesuffix("weight") + "bias" in checkpoint.tensors
-        return _linear(info, _matrix_bytes(formats.linear(has_bias)))
+        return _linear(info, _matrix_bytes(formats.linear([info.name], has_bias)))
+
+    def table_bytes(info: TensorInfo) -> float:
+        names = [info.name]
+        is_head = checkpoint.ties_head
+        form = formats.linear(names, has_bias=False) if is_head else formats.table(names)
+        return prod(info.shape) * _matrix_bytes(form)
 
     layers = [NOTHING] * model.layers
-    embedding, head, table_elements = NOTHING, NOTHING, 0
+    embedding, head, table = NOTHING, NOTHING, None
     for info in checkpoint.parameters():
         found = _LAYER.search(info.name)
         if found is not None and int(found[1]) < model.layers:
             layers[int(found[1])] += linear(info)
         elif found is None and _EMBEDDINGS.search(info.name):
-            embedding += PartCost(prod(info.shape) * table_bytes, 0.0, 0.0)
-            table_elements = max(table_elements, prod(info.shape))
+            embedding += PartCost(table_bytes(info), 0.0, 0.0)
+            table = info if table is None else max(table, info, key=lambda i: prod(i.shape))
         elif found is None:
             head += linear(info)
     missing = next((number for number, cost in enumerate(layers) if cost == NOTHING), None)
@@ -54,9 +59,9 @@ def model_cost(model: Model) -> ModelCost:
             "give the whole checkpoint"
         )
     shared = 0.0
-    if checkpoint.ties_head:
-        shared = table_elements * table_bytes
-        head += PartCost(shared, shared, 2.0 * table_elements)
+    if checkpoint.ties_head and table is not None:
+        shared = table_bytes(table)
+        head += PartCost(shared, shared, 2.0 * prod(table.shape))
     cache = PartCost(0.0, 0.0, 0.0, _cached_elements(checkpoint.config) * _BYTES[formats.cache])
     hidden = _number(checkpoint.config, "hidden_size", "n_embd")
     return ModelCost(

@@ -51,6 +51,7 @@ Spec = Annotated[
 Variant = Annotated[
     str | None, _option(_MODEL, "Number format; overrides the spec's.", metavar="NAME")
 ]
+Exact = Annotated[bool, _option(_MODEL, "Keep activations in f32, with --variant gguf.", "--exact")]
 KvCacheDtype = Annotated[
     str | None,
     _option(_MODEL, "Type of the KV cache, such as int8; default the variant's.", metavar="NAME"),

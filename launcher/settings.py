@@ -28,6 +28,8 @@ class ModelSettings:
     """Overrides the spec's and the variant's."""
     local_model: Path | None = None
     """Overrides where the spec's weights come from."""
+    exact: bool = False
+    """Keeps activations in f32 where the variant would quantise them."""
 
 
 class Balance(Enum):

@@ -1,7 +1,7 @@
 """Weights in the layouts that kernels read, made from a checkpoint's rows in bounded pieces."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -17,7 +17,7 @@ from buddy_pipeline.ranks.memory_blocks import ALIGNMENT, arena
 #: Elements of a weight that are read and packed at a time: 2 MB of f32, which stay in cache.
 _PIECE = 1 << 19
 #: NumPy's types of numbers that are packed as stored.
-_STORED = {"bf16": np.uint16, "f16": np.float16}
+_STORED = {"f32": np.float32, "bf16": np.uint16, "f16": np.float16}
 
 
 def check_parameters(parameters: Iterable[Parameter], checkpoint: Checkpoint) -> None:
@@ -101,38 +101,29 @@ def _pack_part(
     checkpoint: Checkpoint,
 ) -> None:
     """Packs one matrix, some panels at a time."""
-    kept = _is_kept(form, name, part.transposed, checkpoint)
-    # A weight stored as [inputs, outputs] has no rows to read piece by piece: all of it is read.
-    whole = checkpoint.read(name).T if part.transposed and not kept else None
+    outputs = _reader(form, part, name, checkpoint)
     piece = max(1, _PIECE // (width * part.columns))
     for first in range(0, len(panels), piece):
         low, high = first * width, min((first + piece) * width, part.rows)
-        if kept:
-            rows = _as_kept(form, name, low, high, checkpoint)
-        elif whole is None:
-            rows = _converted(form, checkpoint.read_rows(name, low, high), name)
-        else:
-            rows = _converted(form, np.ascontiguousarray(whole[low:high]), name)
-        form.pack(rows, panels[first : first + -(-len(rows) // width)])
+        form.pack(outputs(low, high), panels[first : first + -(-(high - low) // width)])
 
 
-def _is_kept(form: WeightFormat, name: str, transposed: bool, checkpoint: Checkpoint) -> bool:
-    """Whether the checkpoint has the tensor as the format packs it."""
-    if form.source in ROW_FORMATS:
-        return checkpoint.has_records(name, form.source)
-    return not transposed and checkpoint.tensors[name].dtype == form.source.upper()
-
-
-def _as_kept(
-    form: WeightFormat, name: str, low: int, high: int, checkpoint: Checkpoint
-) -> np.ndarray:
-    """Rows as stored, without a detour through f32 where the file's layout allows."""
-    if form.source in ROW_FORMATS:
-        return checkpoint.records(name, low, high)
-    stored = None if form.source == "f32" else checkpoint.stored_rows(name, low, high)
-    if stored is None:
-        return _converted(form, checkpoint.read_rows(name, low, high), name)
-    return stored.view(_STORED[form.source])
+def _reader(
+    form: WeightFormat, part: WeightPart, name: str, checkpoint: Checkpoint
+) -> Callable[[int, int], np.ndarray]:
+    """A function that reads outputs `low` to `high` of a matrix as the format packs them: as the
+    checkpoint keeps them where it can, else by way of f32."""
+    if form.source in ROW_FORMATS and checkpoint.has_records(name, form.source):
+        return lambda low, high: checkpoint.records(name, low, high)
+    is_kept = checkpoint.tensors[name].dtype == form.source.upper()
+    if is_kept and checkpoint.keeps_outputs(name, part.transposed):
+        kind = _STORED.get(form.source, np.uint8)
+        return lambda low, high: checkpoint.stored_outputs(name, low, high).view(kind)
+    if not part.transposed:
+        return lambda low, high: _converted(form, checkpoint.read_rows(name, low, high), name)
+    # A weight stored as [inputs, outputs] has no rows to read piece by piece: all of it is read.
+    whole = checkpoint.read(name).T
+    return lambda low, high: _converted(form, np.ascontiguousarray(whole[low:high]), name)
 
 
 def _converted(form: WeightFormat, rows: np.ndarray, name: str) -> np.ndarray:

@@ -11,6 +11,11 @@ from buddy_pipeline.compile.formats.f16 import F16
 from buddy_pipeline.compile.formats.f32 import F32
 from buddy_pipeline.compile.formats.q4_0 import Q4_0
 from buddy_pipeline.compile.formats.q4_1 import Q4_1
+from buddy_pipeline.compile.formats.q4_k import Q4_K
+from buddy_pipeline.compile.formats.q5_0 import Q5_0
+from buddy_pipeline.compile.formats.q5_1 import Q5_1
+from buddy_pipeline.compile.formats.q5_k import Q5_K
+from buddy_pipeline.compile.formats.q6_k import Q6_K
 from buddy_pipeline.compile.formats.q8_0 import Q8_0
 from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS
 from buddy_pipeline.compile.formats.w4 import W4
@@ -19,7 +24,16 @@ from buddy_pipeline.compile.formats.w8a8 import W8A8
 
 #: GGUF's block formats. Each exists twice: "q8_0_exact" reads the same packed memory and keeps
 #: activations in f32.
-_BLOCK_FORMATS: tuple[type[BlockFormat], ...] = (Q4_0, Q4_1, Q8_0)
+_BLOCK_FORMATS: tuple[type[BlockFormat], ...] = (
+    Q4_0,
+    Q4_1,
+    Q5_0,
+    Q5_1,
+    Q8_0,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+)
 _ALL: list[WeightFormat] = [F32(), Bf16(), Bf16(exact=True), F16()]
 _ALL += [kind(exact) for kind in _BLOCK_FORMATS for exact in (False, True)]
 _ALL += [W8("w8a32"), W8("w8a16"), W8A8(), W4(32), W4(128)]
@@ -31,6 +45,13 @@ def elements_a_byte(name: str) -> int:
     """Elements of a weight format that share a byte of what is stored; 1 for wide ones too."""
     source = FORMATS[name].source
     return 8 // ROW_FORMATS[source].bits if source in ROW_FORMATS else 1
+
+
+def gguf_format(kind: str, exact: bool) -> str:
+    """The format that computes on a GGUF type, such as "Q4_K", as it is; with `exact` the one that
+    leaves activations in f32."""
+    name = kind.lower()
+    return f"{name}_exact" if exact and f"{name}_exact" in FORMATS else name
 
 
 def weight_format(name: str) -> WeightFormat:

@@ -88,11 +88,16 @@ class StoredTensor(Protocol):
         """
         ...
 
-    def stored_rows(self, start: int, stop: int) -> np.ndarray | None:
-        """Return rows in the stored type, uint8 [stop - start, bytes], or None if there are none.
+    def keeps_outputs(self, transposed: bool) -> bool:
+        """Whether `stored_outputs` can be asked for."""
+        ...
 
-        See `Checkpoint.stored_rows`.
+    def stored_outputs(self, start: int, stop: int) -> np.ndarray:
+        """Return outputs in the stored type, uint8 [stop - start, bytes of an output].
+
+        The range is within the outputs of a matrix that keeps them.
         """
+        ...
 
 
 class RecordedTensor(Protocol):
@@ -193,16 +198,21 @@ class Checkpoint:
             return np.empty((0, *info.shape[1:]), np.float32)
         return self._stored[name].rows(start, stop)
 
-    def stored_rows(self, name: str, start: int, stop: int) -> np.ndarray | None:
-        """Read rows in the tensor's own type, uint8 [stop - start, bytes of a row].
+    def keeps_outputs(self, name: str, transposed: bool) -> bool:
+        """Whether the file holds the numbers of each output of a matrix one after the other.
 
-        None where the file does not hold a row's numbers one after the other (a transposed
-        tensor). For whoever computes on a type as it is; ranges and errors as in `read_rows`.
+        transposed: outputs are the columns, as Hugging Face has the matrix.
         """
         info = self._check_readable(name)
-        if not info.shape or not 0 <= start <= stop <= info.shape[0]:
-            raise IndexError(f"rows {start}:{stop} of tensor {name} with shape {list(info.shape)}")
-        return self._stored[name].stored_rows(start, stop)
+        return len(info.shape) == 2 and self._stored[name].keeps_outputs(transposed)
+
+    def stored_outputs(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read a matrix's outputs in its own type, uint8 [stop - start, bytes of an output].
+
+        For matrices of which `keeps_outputs` is true, and for whoever computes on a type as it is.
+        """
+        self._check_readable(name)
+        return self._stored[name].stored_outputs(start, stop)
 
     def has_records(self, name: str, form: str) -> bool:
         """Whether the tensor is kept as records of this row format."""

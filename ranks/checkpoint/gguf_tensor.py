@@ -38,15 +38,18 @@ class GgufTensor:
             return self._permuted_rows(start, stop)
         return read_stored(self.file, self.entry, start, stop)
 
-    def stored_rows(self, start: int, stop: int) -> np.ndarray | None:
-        if len(self.info.shape) != 2 or self.change is Change.TRANSPOSED:
-            return None
+    def keeps_outputs(self, transposed: bool) -> bool:
+        return transposed == (self.change is Change.TRANSPOSED)
+
+    def stored_outputs(self, start: int, stop: int) -> np.ndarray:
         stored = _row_bytes_of(self.file, self.entry)
         if self.change in (Change.QUERY_ROWS, Change.KEY_ROWS):
             rows = stored[self._stored_rows(start, stop)]
-        else:
-            rows = stored[start:stop].copy()
-        self.file.release(self.entry.begin, self.entry.end)
+            self.file.release(self.entry.begin, self.entry.end)
+            return rows
+        rows = stored[start:stop].copy()
+        begin = self.entry.begin
+        self.file.release(begin + start * rows.shape[1], begin + stop * rows.shape[1])
         return rows
 
     def _vector(self) -> np.ndarray:

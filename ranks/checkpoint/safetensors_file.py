@@ -67,7 +67,10 @@ class SafetensorsTensor:
     def is_readable(self) -> bool:
         return self.info.dtype in _NUMPY_DTYPES
 
-    def stored_rows(self, start: int, stop: int) -> np.ndarray | None:
+    def keeps_outputs(self, transposed: bool) -> bool:
+        return not transposed
+
+    def stored_outputs(self, start: int, stop: int) -> np.ndarray:
         begin, end = self._range(start, stop)
         rows = self.file.view(begin, end).reshape(stop - start, -1).copy()
         self.file.release(begin, end)

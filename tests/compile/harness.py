@@ -146,7 +146,7 @@ def bf16_bits(values: np.ndarray) -> np.ndarray:
 
 
 def panels_of(rows: np.ndarray, depth: int, target: Target, form: WeightFormat) -> np.ndarray:
-    """Rows of `depth` elements, in the format's own type, as packed panels."""
+    """Rows of `depth` elements, as the format packs them, as panels."""
     count = -(-len(rows) // target.panel)
     panels = aligned_zeros((count, panel_bytes(form, depth, target.panel)), np.uint8)
     form.pack(rows, panels)
