@@ -1,6 +1,7 @@
 """From LLVM IR to an object file for one CPU, through LLVM's optimiser."""
 
 import functools
+from collections.abc import Sequence
 
 import llvmlite.binding as llvm
 
@@ -21,10 +22,10 @@ def target_machine(target: Target) -> llvm.TargetMachine:
     )
 
 
-def compile_object(ir_texts: list[str], symbol: str, target: Target) -> bytes:
+def compile_object(ir_texts: list[str], symbols: Sequence[str], target: Target) -> bytes:
     """Links LLVM IR modules, optimises them and returns an object file.
 
-    Only `symbol` and names that start with "bp_" stay visible outside the object.
+    Only `symbols` and names that start with "bp_" stay visible outside the object.
     """
     machine = target_machine(target)
     module = llvm.parse_assembly(ir_texts[0])
@@ -35,7 +36,7 @@ def compile_object(ir_texts: list[str], symbol: str, target: Target) -> bytes:
     for function in module.functions:
         if function.is_declaration:
             continue
-        if not function.name.startswith((symbol, "bp_")):
+        if function.name not in symbols and not function.name.startswith("bp_"):
             function.linkage = "internal"
         # Every function is a loop nest of its own: inlining would only multiply code and time.
         function.add_function_attribute("noinline")

@@ -14,7 +14,7 @@ from typing import Any
 from buddy_pipeline.partition.layers import BlockRole
 
 #: Raised whenever the meaning of a field changes; older plans are then made anew.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 #: Every value's row is padded to this many elements, whatever the target's vectors, so that ranks
 #: with different CPUs agree on what crosses.
 ROW_PAD = 32
@@ -161,6 +161,8 @@ class Plan:
     key: str
     made_with: dict[str, str]  # package versions
     variant: str
+    strategy: str  # the split strategy's name
+    sharing: str  # what like partitions share: compile.granularity.Sharing
     target: dict[str, Any]
     layers: int
     vocab_size: int

@@ -5,9 +5,11 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from buddy_pipeline.compile.granularity import Granularity
 from buddy_pipeline.compile.target import Target
 
 #: Packages whose version changes what is exported or generated.
@@ -45,10 +47,13 @@ def still_current(made_with: Mapping[str, str]) -> bool:
     return all(installed(package) in (None, version) for package, version in made_with.items())
 
 
-def plan_key(config: Mapping[str, Any], variant: str, target: Target) -> str:
-    """The key of a model's plan: its config, the weight variant, the CPU and our own source."""
+def plan_key(
+    config: Mapping[str, Any], variant: str, target: Target, granularity: Granularity
+) -> str:
+    """The key of a model's plan: its config, the variant, the CPU, the cut and our own source."""
     relevant = {k: v for k, v in config.items() if k not in _IRRELEVANT}
-    text = json.dumps([relevant, variant, target.digest(), source_digest()], sort_keys=True)
+    how = [variant, target.digest(), asdict(granularity), source_digest()]
+    text = json.dumps([relevant, *how], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -57,7 +62,8 @@ def source_digest() -> str:
     """A hash over the source of the folders that decide what is generated."""
     digest = hashlib.sha256()
     here = Path(__file__).resolve().parent
-    for folder in (here, here / "kernels", here.parent / "partition"):
+    partition = here.parent / "partition"
+    for folder in (here, here / "kernels", partition, partition / "strategies"):
         for path in sorted(folder.glob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
