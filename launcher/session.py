@@ -8,23 +8,18 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from buddy_pipeline.compile.cache import Cache
-from buddy_pipeline.compile.loader import Library
-from buddy_pipeline.compile.manifest import PartitionPlan, Plan
-from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.answer import check_request
-from buddy_pipeline.launcher.building import build_objects, default_jobs, plan_model
+from buddy_pipeline.launcher.loading import LoadedStage, StepSizes, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.settings import RunSettings
 from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.partition.layers import block_role, layer_ranges
-from buddy_pipeline.ranks.affinity import prepare_threads, threads_for
+from buddy_pipeline.partition.layers import layer_ranges
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.faults import agree, exit_alone, guarded
 from buddy_pipeline.ranks.messages import Bounds
-from buddy_pipeline.ranks.packing import check_parameters, pack_parameters
 from buddy_pipeline.ranks.serve import serve
-from buddy_pipeline.ranks.stage import Stage, StageSizes, needed_partitions
+from buddy_pipeline.ranks.stage import Stage
 from buddy_pipeline.ranks.transport import Loopback, Transport
 from buddy_pipeline.ranks.world import World, join_world
 
@@ -93,53 +88,26 @@ class _Prepared:
 
     model: Model
     tokenizer: Tokenizer
-    plan: Plan
-    stage: Stage
+    loaded: LoadedStage
 
 
 def _prepare(world: World, settings: RunSettings) -> _Prepared:
     model = open_model(settings)
-    ranges = layer_ranges(model.layers, world.world, settings.split)
-    layers, role = ranges[world.rank], block_role(world.rank, world.world)
+    layers = layer_ranges(model.layers, world.world, settings.split)[world.rank]
     tokenizer = open_tokenizer(model.checkpoint.tokenizer)
     if world.rank == 0:
         check_request(settings, tokenizer, model.context)
-
-    target, cache = host_target(), Cache.open(settings.cache_dir)
+    sizes = StepSizes(CHUNK, ROWS, SLOTS)
+    cache = Cache.open(settings.cache_dir)
     show = world.rank == 0
-    plan, _ = plan_model(model, target, cache, show)
-    partitions = needed_partitions(plan, layers, role)
-    parameters = [p for partition in partitions for p in partition.parameters]
-    check_parameters(parameters, model.checkpoint)
-    jobs = max(1, default_jobs() // world.local_size)
-    build_objects(plan, partitions, target, cache, jobs, show)
-
-    # Compiler processes inherit the affinity, so the team is bound after they are done.
-    threads = threads_for(world, settings.threads or model.spec.num_threads)
-    prepare_threads(world, threads)
-    library = _load(plan, partitions, cache) if partitions else None
-    weights = pack_parameters(parameters, model.checkpoint, threads)
-    sizes = StageSizes(CHUNK, ROWS, SLOTS, model.context, threads)
-    return _Prepared(model, tokenizer, plan, Stage(plan, layers, role, weights, library, sizes))
-
-
-def _load(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Library:
-    """The compiled code of these partitions in this process."""
-    objects = []
-    for key in plan.objects(partitions):
-        data = cache.read_object(key)
-        if data is None:
-            raise UserError(
-                f"{cache.object_path(key)} was removed or altered during the start: start again"
-            )
-        objects.append(data)
-    symbols = [plan.templates[p.template].symbol for p in partitions]
-    return Library(objects, ["bp_run_stage", *dict.fromkeys(symbols)])
+    return _Prepared(
+        model, tokenizer, load_stage(model, world, layers, settings.threads, sizes, cache, show)
+    )
 
 
 def _connect(world: World, prepared: _Prepared) -> Session:
     """Puts the stage on the ring."""
-    stage, plan = prepared.stage, prepared.plan
+    stage, plan = prepared.loaded.stage, prepared.loaded.plan
     bounds = Bounds(prepared.model.context, SLOTS, plan.vocab_size)
     ring: Transport | Loopback
     if world.world == 1:

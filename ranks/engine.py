@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Protocol
 
 import numpy as np
@@ -23,6 +24,10 @@ class LastStage(StepRunner, Protocol):
     @property
     def max_tokens(self) -> int:
         """The most tokens a step may carry."""
+
+    @property
+    def max_rows(self) -> int:
+        """The most tokens of a step whose logits may be asked for."""
 
     @property
     def vocab_size(self) -> int:
@@ -75,6 +80,20 @@ class Engine:
         """Run one token of a sequence; returns its logits as `prefill` does, same errors."""
         return self.prefill(slot, np.array([token], dtype=np.int64), position)
 
+    def score(self, slot: int, ids: np.ndarray, start: int = 0) -> Iterator[np.ndarray]:
+        """Run `ids` as `prefill` does; yields the logits after every one of them, in order.
+
+        Each item is float32 [tokens, vocab] for the next few tokens, a view that is valid until the
+        next item. Steps run one after the other. Errors as in `prefill`, with the first item.
+        """
+        self._check(slot, ids, start)
+        size = min(self.chunk, self._stage.max_rows)
+        for begin in range(0, len(ids), size):
+            part = ids[begin : begin + size]
+            self._start(slot, part, start + begin, rows=len(part))
+            self._finish_oldest()
+            yield self._stage.logits(len(part))
+
     def peak_memory(self) -> list[int]:
         """Peak resident memory of each rank's process so far, bytes, by rank."""
         self._ring.send(self._ring.begin(Kind.PEAK_MEMORY))
@@ -107,12 +126,12 @@ class Engine:
             raise ValueError(f"ids from {low} to {high}: the vocabulary has {self._bounds.vocab}")
 
     def _start(self, slot: int, ids: np.ndarray, position: int, rows: int) -> None:
-        """Send one step off; with `rows` 1 its last token's logits are wanted, with 0 none."""
+        """Send one step off; the logits of its last `rows` tokens are wanted."""
         step = self._ring.begin(Kind.STEP, len(ids), rows)
         step.positions[:] = np.arange(position, position + len(ids))
         step.slots[:] = slot
         step.ids[:] = ids
-        step.rows[:] = len(ids) - 1
+        step.rows[:] = np.arange(len(ids) - rows, len(ids))
         self._ring.send(step)
 
     def _finish_oldest(self) -> None:

@@ -61,6 +61,7 @@ class Stage:
         self.input_bytes = sum(v.row_bytes for v in incoming)
         self.output_bytes = sum(v.row_bytes for v in outgoing)
         self.max_tokens = sizes.tokens
+        self.max_rows = sizes.rows
         has_head = role in (BlockRole.LAST, BlockRole.SINGLE)
         self.vocab_size = plan.vocab_size if has_head else 0
         self.kv = KvCache([kv for p in partitions for kv in p.kv], sizes.slots, sizes.context)

@@ -24,6 +24,7 @@ class FakeStage:
     """The stage of one rank: layers `pipeline_layer_range(LAYERS, rank, world)`."""
 
     max_tokens = MAX_TOKENS
+    max_rows = MAX_ROWS
 
     def __init__(self, rank: int, world: int) -> None:
         self.embeds = rank == world - 1

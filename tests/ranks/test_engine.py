@@ -40,6 +40,23 @@ def test_decoding_continues_a_prefill() -> None:
     np.testing.assert_array_equal(last, whole.prefill(0, PROMPT))
 
 
+@pytest.mark.parametrize("max_tokens", [1, 8])
+def test_scoring_gives_the_logits_that_a_prefill_of_each_beginning_gives(max_tokens: int) -> None:
+    pipeline, _ = engine(max_tokens)
+    scored = np.concatenate([part.copy() for part in pipeline.score(0, PROMPT)])
+    alone, _ = engine()
+    beginnings = [alone.prefill(0, PROMPT[: n + 1]).copy() for n in range(len(PROMPT))]
+    np.testing.assert_array_equal(scored, beginnings)
+
+
+def test_scoring_may_continue_a_prefill() -> None:
+    pipeline, _ = engine()
+    whole = np.concatenate([part.copy() for part in pipeline.score(0, PROMPT)])
+    pipeline.prefill(1, PROMPT[:5])
+    rest = np.concatenate([part.copy() for part in pipeline.score(1, PROMPT[5:], 5)])
+    np.testing.assert_array_equal(rest, whole[5:])
+
+
 def test_it_tells_the_size_of_things() -> None:
     pipeline, _ = engine(max_tokens=4)
     sizes = (pipeline.vocab_size, pipeline.context_length, pipeline.chunk)

@@ -1,0 +1,112 @@
+"""From an opened model to a stage that can run: compile what is missing, load this rank's share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from buddy_pipeline.compile.cache import Cache
+from buddy_pipeline.compile.loader import Library
+from buddy_pipeline.compile.manifest import Parameter, PartitionPlan, Plan
+from buddy_pipeline.compile.target import host_target
+from buddy_pipeline.launcher.building import build_objects, default_jobs, plan_model
+from buddy_pipeline.launcher.model import Model
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.partition.layers import block_role
+from buddy_pipeline.ranks.affinity import prepare_threads, threads_for
+from buddy_pipeline.ranks.engine import Engine
+from buddy_pipeline.ranks.messages import Bounds
+from buddy_pipeline.ranks.packing import check_parameters, pack_parameters
+from buddy_pipeline.ranks.stage import Stage, StageSizes, needed_partitions
+from buddy_pipeline.ranks.transport import Loopback
+from buddy_pipeline.ranks.world import World, join_world
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class StepSizes:
+    """The most that one step carries, and the sequences there are."""
+
+    tokens: int
+    rows: int
+    """Tokens whose logits are wanted."""
+    slots: int
+
+
+@dataclass(frozen=True)
+class LoadedStage:
+    """One rank's stage, and what it was made from."""
+
+    plan: Plan
+    partitions: tuple[PartitionPlan, ...]
+    weights: Mapping[Parameter, np.ndarray]
+    stage: Stage
+    threads: int
+
+
+def load_stage(
+    model: Model,
+    world: World,
+    layers: range,
+    threads: int | None,
+    sizes: StepSizes,
+    cache: Cache,
+    show: bool,
+) -> LoadedStage:
+    """The stage with `layers` on this rank, compiled for this CPU.
+
+    threads: of the team; None takes the spec's, else one for each core of this rank.
+    show: whether progress of compiling goes to standard error.
+
+    Sets the process up for its threads, so a process loads one team size. Raises UserError for
+    weights that do not fit the model and for what cannot be compiled.
+    """
+    role, target = block_role(world.rank, world.world), host_target()
+    plan, _ = plan_model(model, target, cache, show)
+    partitions = needed_partitions(plan, layers, role)
+    parameters = [p for partition in partitions for p in partition.parameters]
+    check_parameters(parameters, model.checkpoint)
+    jobs = max(1, default_jobs() // world.local_size)
+    build_objects(plan, partitions, target, cache, jobs, show)
+
+    # Compiler processes inherit the affinity, so the team is bound after they are done.
+    team = threads_for(world, threads or model.spec.num_threads)
+    prepare_threads(world, team)
+    library = _library(plan, partitions, cache) if partitions else None
+    weights = pack_parameters(parameters, model.checkpoint, team)
+    room = StageSizes(sizes.tokens, sizes.rows, sizes.slots, model.context, team)
+    stage = Stage(plan, layers, role, weights, library, room)
+    return LoadedStage(plan, partitions, weights, stage, team)
+
+
+@contextmanager
+def open_engine(
+    model: Model, threads: int | None, sizes: StepSizes, cache: Cache, show: bool = False
+) -> Iterator[tuple[Engine, LoadedStage]]:
+    """The whole model in this process, without MPI; arguments and errors as in `load_stage`."""
+    world = join_world({})
+    loaded = load_stage(model, world, range(model.layers), threads, sizes, cache, show)
+    bounds = Bounds(model.context, sizes.slots, loaded.plan.vocab_size)
+    engine = Engine(loaded.stage, Loopback(sizes.tokens, sizes.rows), bounds)
+    try:
+        yield engine, loaded
+    finally:
+        engine.close()
+
+
+def _library(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Library:
+    """The compiled code of these partitions in this process."""
+    objects = []
+    for key in plan.objects(partitions):
+        data = cache.read_object(key)
+        if data is None:
+            raise UserError(
+                f"{cache.object_path(key)} was removed or altered during the start: start again"
+            )
+        objects.append(data)
+    symbols = [plan.templates[p.template].symbol for p in partitions]
+    return Library(objects, ["bp_run_stage", *dict.fromkeys(symbols)])
