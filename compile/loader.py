@@ -11,6 +11,14 @@ from buddy_pipeline.partition.errors import UserError
 
 _OPENMP_LIBRARIES = ("libiomp5.so", "libomp.so", "libomp.so.5", "libomp.dylib")
 
+#: What `omp.parallel` and the driver call of the runtime.
+_OPENMP_SYMBOLS = (
+    "omp_get_thread_num",
+    "__kmpc_fork_call",
+    "__kmpc_global_thread_num",
+    "__kmpc_push_num_threads",
+)
+
 
 class Library:
     """Compiled code in this process; addresses stay valid while the object lives."""
@@ -20,13 +28,19 @@ class Library:
 
         Raises UserError when no OpenMP runtime is found, RuntimeError when linking fails.
         """
-        load_openmp()
+        openmp = load_openmp()
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self._jit = llvm.create_lljit_compiler()
         builder = llvm.JITLibraryBuilder()
         for data in objects:
             builder.add_object_img(data)
+        # Bound one by one: where another OpenMP runtime is in the process (torch brings GNU's), a
+        # mere lookup finds that one's omp_get_thread_num, and every thread would take itself for 0.
+        for symbol in _OPENMP_SYMBOLS:
+            address = ctypes.cast(getattr(openmp, symbol), ctypes.c_void_p).value
+            assert address is not None
+            builder.import_symbol(symbol, address)
         for symbol in symbols:
             builder.export_symbol(symbol)
         self._tracker = builder.add_current_process().link(self._jit, "stage")
@@ -36,14 +50,13 @@ class Library:
         return int(self._tracker[symbol])
 
 
-def load_openmp() -> None:
+def load_openmp() -> ctypes.CDLL:
     """Loads LLVM's OpenMP runtime, which compiled code calls for its team of threads."""
     for candidate in _openmp_candidates():
         try:
-            ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
         except OSError:
             continue
-        return
     raise UserError(
         "no OpenMP runtime was found (libiomp5 or libomp); install the package intel-openmp, "
         "or the system's libomp"

@@ -18,7 +18,9 @@ from buddy_pipeline.partition.layers import block_role, layer_ranges
 
 def plan_model(model: Model, target: Target, cache: Cache, show: bool) -> tuple[Plan, float]:
     """The model's plan, and the seconds it took to make (0 if the cache had it)."""
-    plan, times = ensure_plan(model.checkpoint.config, model.variant, target, cache)
+    plan, times = ensure_plan(
+        model.checkpoint.config, model.variant, target, cache, model.granularity
+    )
     if show and times.total:
         print(f"exported and planned the model in {times.total:.1f} s", file=sys.stderr)
     return plan, times.total
