@@ -9,7 +9,7 @@ from torch.fx import Node
 from buddy_pipeline.compile import fx_nodes
 from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.compile.islands import Island, cut_free, signature
-from buddy_pipeline.compile.kernels.attention import AttentionShape
+from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.manifest import ROW_PAD, KvLayer, Parameter, Value, WeightPart
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.templates import (
@@ -22,6 +22,7 @@ from buddy_pipeline.compile.templates import (
     Linear,
     Row,
 )
+from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.fragments import Fragment, cut, resolve
 from buddy_pipeline.partition.graph import GraphNode, NodeKind, Partition
@@ -42,8 +43,13 @@ class Drafter:
     """Drafts the partitions of one model for one target."""
 
     def __init__(
-        self, model: ExportedModel, table: Mapping[str, GraphNode], target: Target
+        self,
+        model: ExportedModel,
+        table: Mapping[str, GraphNode],
+        target: Target,
+        variant: Variant,
     ) -> None:
+        self.variant = variant
         self.model = model
         self.table = table
         self.target = target
@@ -83,6 +89,7 @@ class _Placing:
         self.table = drafter.table
         self.fx = drafter.model.fx
         self.panel = drafter.target.panel
+        self.form = drafter.variant.weights
         self.partition = partition
         inside = set(partition.nodes)
         self.inputs = self._base_names(n for n in partition.inputs)
@@ -100,7 +107,10 @@ class _Placing:
         self.free: list[int] = []  # scratch indices free for reuse
 
     def _base_names(self, names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(resolve(n, self.table) for n in names))
+        """The values behind views; what is loaded, not computed, needs no passing."""
+        bases = dict.fromkeys(resolve(n, self.table) for n in names)
+        loaded = (NodeKind.PARAMETER, NodeKind.CONSTANT)
+        return tuple(n for n in bases if self.table[n].kind not in loaded)
 
     def _fragments(self) -> Iterator[Fragment]:
         """The fragments, with linears whose result leaves the partition on their own: they write
@@ -153,7 +163,7 @@ class _Placing:
         table: Node = fx_nodes.arguments(node)[0]
         shape = tuple(fx_nodes.value_of(table).shape)
         aliases = self.drafter.model.parameters[table.name]
-        return Parameter("panels", (WeightPart(aliases, (), shape, False),), self.panel)
+        return Parameter("panels", (WeightPart(aliases, (), shape, False),), self.panel, self.form)
 
     def _linear_parameters(self, fragment: Fragment) -> tuple[Parameter, Parameter | None]:
         """The packed weights of linears side by side, and their biases if any has one."""
@@ -169,7 +179,7 @@ class _Placing:
             aliases = names[bias.name] if bias is not None else ()
             parts.append(WeightPart(names[weight.name], aliases, shape, transposed))
         weights = tuple(replace(part, bias=()) for part in parts)
-        packed = Parameter("panels", weights, self.panel)
+        packed = Parameter("panels", weights, self.panel, self.form)
         if not any(part.bias for part in parts):
             return packed, None
         return packed, Parameter("panel_bias", tuple(parts), self.panel)
@@ -269,6 +279,7 @@ class _Placing:
                 out=self._place(node.name),
                 table=self._parameter_word(parameter),
                 depth=parameter.parts[0].columns,
+                form=self.form,
             )
         return self._place_linear(fragment)
 
@@ -298,14 +309,17 @@ class _Placing:
         x = self._row(fx_nodes.linear_row(self.fx[fragment.nodes[0]]))
         bias_word = None if bias is None else self._parameter_word(bias)
         depth = weight.parts[0].columns
-        return Linear(x, out, self._parameter_word(weight), bias_word, depth, sum(panels))
+        word = self._parameter_word(weight)
+        return Linear(x, out, word, bias_word, depth, sum(panels), self.form)
 
     def _place_attention(self, node: Node) -> Attention:
         q, k, v, _, scale, window, softcap = fx_nodes.arguments(node)
         _, heads, _, key = fx_nodes.value_of(q).shape
         _, kv_heads, _, value = fx_nodes.value_of(v).shape
-        self.draft.kv.append(KvLayer(kv_heads, key, value))
-        shape = AttentionShape(key, value, heads // kv_heads, softcap != 0.0)
+        self.draft.kv.append(KvLayer(kv_heads, key, value, self.drafter.variant.cache))
+        shape = AttentionShape(
+            key, value, heads // kv_heads, softcap != 0.0, self.drafter.variant.cache
+        )
         return Attention(
             q=self._row(q),
             k=self._row(k),

@@ -18,3 +18,7 @@ class Granularity:
 
     strategy: str = "coarse"
     sharing: Sharing = Sharing.TEMPLATES
+
+
+COARSE_TEMPLATES = Granularity()
+"""What runs use: nothing is gained at run time by cutting finer."""

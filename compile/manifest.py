@@ -18,8 +18,12 @@ FORMAT_VERSION = 2
 #: Every value's row is padded to this many elements, whatever the target's vectors, so that ranks
 #: with different CPUs agree on what crosses.
 ROW_PAD = 32
-#: Partitions of a slot's KV memory: positions are allocated in blocks of this many.
+#: Positions that attention takes at once; a slot's KV memory holds a whole number of blocks.
 KV_BLOCK = 32
+#: Positions of one partial result of attention; a whole number of blocks.
+KV_SPAN = 256
+#: Attention splits caches into spans while (token, KV head) pairs are fewer than this per thread.
+SPLIT_UNITS = 4
 
 
 class StepWord(Enum):
@@ -36,6 +40,7 @@ class StepWord(Enum):
     SLOT_CAPACITY = 8  # address of int64: positions that each slot's memory holds
     SCRATCH = 9  # address of the threads' scratch
     SCRATCH_STRIDE = 10  # bytes of scratch of one thread
+    PARTIALS = 11  # address of partial results of attention
 
 
 @dataclass(frozen=True)
@@ -81,14 +86,15 @@ class WeightPart:
 class Parameter:
     """A weight as a template wants it.
 
-    `layout` is "panels" (packed `[panel][K][panel width]`, parts one after the other, each padded
-    to whole panels), "panel_bias" (biases of such parts in the same order, padded with zeros), or
-    "plain" (f32, as stored).
+    `layout` is "panels" (packed in the weight format `form`, parts one after the other, each
+    padded to whole panels), "panel_bias" (biases of such parts in the same order, f32, padded with
+    zeros), or "plain" (f32, as stored).
     """
 
     layout: str
     parts: tuple[WeightPart, ...]
     panel: int  # outputs of one panel; 0 for plain
+    form: str = "f32"
 
 
 @dataclass(frozen=True)
@@ -107,11 +113,17 @@ class Constant:
 @dataclass(frozen=True)
 class KvLayer:
     """The KV cache of one attention kernel: elements of one position are
-    `heads · (key + value_stride)`."""
+    `heads · (key + value_stride)`, of type `dtype` ("f32", "bf16" or "f16")."""
 
     heads: int
     key: int
     value: int
+    dtype: str
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one cached element."""
+        return 4 if self.dtype == "f32" else 2
 
     @property
     def value_stride(self) -> int:
@@ -137,6 +149,7 @@ class Template:
     objects: tuple[str, ...]
     scratch: tuple[int, ...]
     thread_scratch: int
+    partial: int  # bytes of one partial result of attention
 
 
 @dataclass(frozen=True)
@@ -238,7 +251,12 @@ def _plan(data: Mapping[str, Any]) -> Plan:
     }
     templates = {
         n: Template(
-            t["name"], t["symbol"], tuple(t["objects"]), tuple(t["scratch"]), t["thread_scratch"]
+            t["name"],
+            t["symbol"],
+            tuple(t["objects"]),
+            tuple(t["scratch"]),
+            t["thread_scratch"],
+            t["partial"],
         )
         for n, t in data["templates"].items()
     }
@@ -267,4 +285,4 @@ def _parameter(data: Mapping[str, Any]) -> Parameter:
         WeightPart(tuple(p["weight"]), tuple(p["bias"]), tuple(p["shape"]), p["transposed"])
         for p in data["parts"]
     )
-    return Parameter(data["layout"], parts, data["panel"])
+    return Parameter(data["layout"], parts, data["panel"], data["form"])

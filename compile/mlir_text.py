@@ -96,14 +96,18 @@ class Text:
         self._names += 1
         name = f"%r{self._names}"
         types = ", ".join(kinds)
-        head = f"{name}:{len(kinds)} = scf.if {condition} -> ({types})"
-        with self.block(head, "} else {"):
-            self.line(f"scf.yield {', '.join(then())} : {types}")
+        head = f"{name}:{len(kinds)} = scf.if {condition} -> ({types})" if kinds else ""
+        with self.block(head or f"scf.if {condition}", "} else {"):
+            self._yield(then(), types)
         self._indent += 1
-        self.line(f"scf.yield {', '.join(otherwise())} : {types}")
+        self._yield(otherwise(), types)
         self._indent -= 1
         self.line("}")
         return [f"{name}#{j}" for j in range(len(kinds))]
+
+    def _yield(self, values: list[str], types: str) -> None:
+        if values:
+            self.line(f"scf.yield {', '.join(values)} : {types}")
 
     @contextmanager
     def when(self, condition: str) -> Iterator[None]:
@@ -129,7 +133,7 @@ class Text:
     def constant(self, value: int | float, kind: str = "i64") -> str:
         """A scalar constant, or a splat when `kind` is a vector type."""
         element = kind.rsplit("x", 1)[-1].rstrip(">") if kind.startswith("vector") else kind
-        literal = _float_literal(float(value)) if element.startswith("f") else str(int(value))
+        literal = _float_literal(float(value)) if "f" in element else str(int(value))
         if kind.startswith("vector"):
             return self.op(f"arith.constant dense<{literal}> : {kind}")
         return self.op(f"arith.constant {literal} : {kind}")

@@ -19,6 +19,7 @@ from buddy_pipeline.compile.mlir_text import join_modules
 from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.templates import emit_template, island_symbol
+from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.partition.fragments import resolve
 from buddy_pipeline.partition.graph import GraphNode, NodeKind, Partition
 from buddy_pipeline.partition.ownership import partition_graph
@@ -46,7 +47,7 @@ def make_plan(
     table = {node.name: node for node in model.nodes}
     splitter = layer_splitter(granularity.strategy, str(config["model_type"]))
     partitions = partition_graph(model.nodes, splitter)
-    drafter = Drafter(model, table, target)
+    drafter = Drafter(model, table, target, VARIANTS[variant])
     code = _Code(model, table, target, versions, granularity.sharing)
     plans: list[PartitionPlan] = []
     for number, partition in enumerate(partitions):
@@ -144,6 +145,7 @@ class _Code:
             objects=(own, *libraries),
             scratch=tuple(draft.scratch),
             thread_scratch=draft.thread_scratch(self._target),
+            partial=draft.partial(self._target),
         )
         return name
 

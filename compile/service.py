@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from buddy_pipeline.compile.cache import Cache
-from buddy_pipeline.compile.granularity import Granularity
+from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
 from buddy_pipeline.compile.manifest import Plan
 from buddy_pipeline.compile.source import INDEX
 from buddy_pipeline.compile.target import Target
@@ -25,8 +25,6 @@ from buddy_pipeline.partition.layers import block_role
 from buddy_pipeline.partition.ownership import block_partitions, partition_graph
 from buddy_pipeline.partition.strategies import layer_splitter
 from buddy_pipeline.partition.verifier import Report, verify
-
-COARSE_TEMPLATES = Granularity()
 
 #: Seconds that one request may take; a pass that does not end is an error, not a hang.
 TIME_LIMIT = 600.0

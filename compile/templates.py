@@ -9,8 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.kernels import attention, embedding, linear
-from buddy_pipeline.compile.kernels.attention import AttentionShape
+from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.kernels.step import barrier, declare_barrier, step_word, thread_share
 from buddy_pipeline.compile.manifest import KvLayer, Parameter, StepWord
 from buddy_pipeline.compile.mlir_text import Text
@@ -51,6 +52,7 @@ class Linear:
     bias: int | None
     depth: int
     panels: int
+    form: str
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,7 @@ class Embedding:
     out: Row
     table: int
     depth: int
+    form: str
 
 
 @dataclass(frozen=True)
@@ -118,21 +121,31 @@ class Draft:
         needs = [0]
         for item in self.items:
             if isinstance(item, Linear):
-                needs.append(linear.linear_scratch_bytes(target, item.depth))
+                needs.append(
+                    linear.linear_scratch_bytes(target, weight_format(item.form), item.depth)
+                )
             elif isinstance(item, Attention):
                 needs.append(attention.attention_scratch_bytes(target, item.shape))
         return max(needs)
+
+    def partial(self, target: Target) -> int:
+        """Bytes of one partial result of its attention."""
+        shapes = [item.shape for item in self.items if isinstance(item, Attention)]
+        return max((attention.partial_bytes(target, shape) for shape in shapes), default=0)
 
     def libraries(self, target: Target) -> dict[str, Callable[[], str]]:
         """The kernel libraries that the template calls: symbol and emitter."""
         found: dict[str, Callable[[], str]] = {}
         for item in self.items:
             if isinstance(item, Linear):
-                found[linear.linear_name()] = partial(linear.emit_linear, target)
+                form = weight_format(item.form)
+                found[linear.linear_name(form)] = partial(linear.emit_linear, target, form)
             elif isinstance(item, Attention):
                 found[item.shape.name] = partial(attention.emit_attention, target, item.shape)
             elif isinstance(item, Embedding):
-                found[embedding.EMBEDDING] = partial(embedding.emit_embedding, target)
+                form = weight_format(item.form)
+                name = embedding.embedding_name(form)
+                found[name] = partial(embedding.emit_embedding, target, form)
         return found
 
 
@@ -164,11 +177,13 @@ def _declare(t: Text, draft: Draft, name: str) -> None:
     signatures: dict[str, list[str]] = {}
     for item in draft.items:
         if isinstance(item, Linear):
-            signatures[linear.linear_name()] = [kind for _, kind in linear.SIGNATURE]
+            name_of = linear.linear_name(weight_format(item.form))
+            signatures[name_of] = [kind for _, kind in linear.SIGNATURE]
         elif isinstance(item, Attention):
             signatures[item.shape.name] = [kind for _, kind in attention.SIGNATURE]
         elif isinstance(item, Embedding):
-            signatures[embedding.EMBEDDING] = [kind for _, kind in embedding.SIGNATURE]
+            name_of = embedding.embedding_name(weight_format(item.form))
+            signatures[name_of] = [kind for _, kind in embedding.SIGNATURE]
         elif isinstance(item, IslandCall):
             count = len(item.inputs) + len(item.outputs)
             signatures[island_symbol(name, item.source)] = ["!llvm.ptr"] * count
@@ -248,7 +263,8 @@ class _Writer:
             self.team,
             scratch,
         ]
-        self._call(linear.linear_name(), values, [kind for _, kind in linear.SIGNATURE])
+        symbol = linear.linear_name(weight_format(item.form))
+        self._call(symbol, values, [kind for _, kind in linear.SIGNATURE])
 
     def _thread_scratch(self) -> str:
         t = self.t
@@ -284,7 +300,8 @@ class _Writer:
             "%tid",
             self.team,
         ]
-        self._call(embedding.EMBEDDING, values, [kind for _, kind in embedding.SIGNATURE])
+        symbol = embedding.embedding_name(weight_format(item.form))
+        self._call(symbol, values, [kind for _, kind in embedding.SIGNATURE])
 
     def _island(self, item: IslandCall) -> None:
         t = self.t

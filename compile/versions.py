@@ -62,8 +62,7 @@ def source_digest() -> str:
     """A hash over the source of the folders that decide what is generated."""
     digest = hashlib.sha256()
     here = Path(__file__).resolve().parent
-    partition = here.parent / "partition"
-    for folder in (here, here / "kernels", partition, partition / "strategies"):
-        for path in sorted(folder.glob("*.py")):
-            digest.update(path.name.encode() + path.read_bytes())
+    for folder in (here, here.parent / "partition"):
+        for path in sorted(folder.rglob("*.py")):
+            digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from buddy_pipeline.compile.granularity import Granularity
+from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
 from buddy_pipeline.launcher.model_source import check_element_count, model_path
 from buddy_pipeline.launcher.settings import ModelSettings
 from buddy_pipeline.launcher.spec import Spec, load_spec
@@ -38,7 +38,7 @@ class Model:
     context: int
     """Positions of one sequence."""
     layers: int
-    granularity: Granularity = Granularity()
+    granularity: Granularity = COARSE_TEMPLATES
     """How the graph is cut, and what like parts share."""
 
 

@@ -21,8 +21,8 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant("f32", quantised=False, compiled=True),
-        Variant("f16", quantised=False, compiled=False),
-        Variant("bf16", quantised=False, compiled=False),
+        Variant("f16", quantised=False, compiled=True),
+        Variant("bf16", quantised=False, compiled=True),
         Variant("w8a32", quantised=True, compiled=False),
         Variant("w8a16", quantised=True, compiled=False),
         Variant("w8a8", quantised=True, compiled=False),

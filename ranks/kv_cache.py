@@ -19,9 +19,9 @@ class KvCache:
         self.capacity = -(-context // KV_BLOCK) * KV_BLOCK
         sizes = [layer.position_elements for layer in layers]
         self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.position_bytes = 4 * sum(sizes)
+        self.position_bytes = sum(layer.position_elements * layer.element_bytes for layer in layers)
         self._memory = [
-            aligned_zeros((self.capacity * sum(sizes),), np.float32) for _ in range(slots)
+            aligned_zeros((self.capacity * self.position_bytes,), np.uint8) for _ in range(slots)
         ]
         self.bases = np.array([m.ctypes.data for m in self._memory], np.int64)
         """int64 [slots]: address of each slot's memory"""

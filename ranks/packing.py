@@ -6,7 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from buddy_pipeline.compile.formats import weight_format
+from buddy_pipeline.compile.formats.base import WeightFormat, panel_bytes
 from buddy_pipeline.compile.manifest import Parameter, WeightPart
+from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint import Checkpoint
 from buddy_pipeline.ranks.memory_blocks import aligned_zeros
 
@@ -14,96 +17,110 @@ from buddy_pipeline.ranks.memory_blocks import aligned_zeros
 _PIECE = 1 << 19
 
 
-def check_parameters(parameters: Iterable[Parameter], reader: Checkpoint) -> None:
-    """Raises UserError naming the first tensor that is missing or has another shape."""
+def check_parameters(parameters: Iterable[Parameter], checkpoint: Checkpoint) -> None:
+    """Raises UserError naming the first tensor that is missing, or has another shape or type."""
     for parameter in parameters:
         for part in parameter.parts:
-            reader.expect(*part.weight, shape=part.shape)
+            checkpoint.expect(*part.weight, shape=part.shape)
             if part.bias:
-                reader.expect(*part.bias, shape=(part.rows,))
+                checkpoint.expect(*part.bias, shape=(part.rows,))
 
 
 def pack_parameters(
-    parameters: Iterable[Parameter], reader: Checkpoint, threads: int
+    parameters: Iterable[Parameter], checkpoint: Checkpoint, threads: int
 ) -> Mapping[Parameter, np.ndarray]:
-    """Every parameter in its layout, f32, aligned; equal parameters (a tied head) share memory."""
+    """Every parameter in its layout, aligned; equal parameters (a tied head) share memory."""
     wanted = list(dict.fromkeys(parameters))
     with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(wanted, pool.map(lambda p: pack(p, reader), wanted), strict=True))
+        return dict(zip(wanted, pool.map(lambda p: pack(p, checkpoint), wanted), strict=True))
 
 
-def pack(parameter: Parameter, reader: Checkpoint) -> np.ndarray:
+def pack(parameter: Parameter, checkpoint: Checkpoint) -> np.ndarray:
     """One parameter in its layout.
 
-    "panels": [panels, columns, panel], parts one after the other, missing outputs of a part's last
-    panel zero. "panel_bias": [panels · panel]. "plain": the elements as stored, one dimension.
+    "panels": uint8 [panels, panel bytes], parts one after the other, missing outputs of a part's
+    last panel zero. "panel_bias": float32 [panels · panel]. "plain": the elements as stored,
+    float32, one dimension.
     """
     if parameter.layout == "panels":
-        return _pack_panels(parameter, reader)
+        return _pack_panels(parameter, checkpoint)
     if parameter.layout == "panel_bias":
-        return _pack_bias(parameter, reader)
+        return _pack_bias(parameter, checkpoint)
     part = parameter.parts[0]
-    info = reader.expect(*part.weight, shape=part.shape)
+    info = checkpoint.expect(*part.weight, shape=part.shape)
     result = aligned_zeros((math.prod(part.shape),), np.float32)
-    result[:] = reader.read(info.name).reshape(-1)
+    result[:] = checkpoint.read(info.name).reshape(-1)
     return result
 
 
-def _pack_panels(parameter: Parameter, reader: Checkpoint) -> np.ndarray:
-    width = parameter.panel
+def _pack_panels(parameter: Parameter, checkpoint: Checkpoint) -> np.ndarray:
+    form, width = weight_format(parameter.form), parameter.panel
     counts = [-(-part.rows // width) for part in parameter.parts]
-    columns = parameter.parts[0].columns
-    result = aligned_zeros((sum(counts), columns, width), np.float32)
+    size = panel_bytes(form, parameter.parts[0].columns, width)
+    result = aligned_zeros((sum(counts), size), np.uint8)
     start = 0
     for part, count in zip(parameter.parts, counts, strict=True):
-        name = reader.expect(*part.weight, shape=part.shape).name
-        panels = result[start : start + count]
-        if part.transposed:
-            _pack_transposed(panels, part, name, reader)
-        else:
-            _pack_rows(panels, part, name, reader)
+        name = checkpoint.expect(*part.weight, shape=part.shape).name
+        _pack_part(result[start : start + count], part, name, form, width, checkpoint)
         start += count
     return result
 
 
-def _pack_rows(panels: np.ndarray, part: WeightPart, name: str, reader: Checkpoint) -> None:
-    """Packs a weight stored as [outputs, inputs]."""
-    width = panels.shape[2]
+def _pack_part(
+    panels: np.ndarray,
+    part: WeightPart,
+    name: str,
+    form: WeightFormat,
+    width: int,
+    checkpoint: Checkpoint,
+) -> None:
+    """Packs one matrix, some panels at a time."""
+    # A weight stored as [inputs, outputs] has no rows to read piece by piece: all of it is read.
+    whole = checkpoint.read(name).T if part.transposed else None
     piece = max(1, _PIECE // (width * part.columns))
     for first in range(0, len(panels), piece):
         low, high = first * width, min((first + piece) * width, part.rows)
-        rows = reader.read_rows(name, low, high)
-        whole = len(rows) // width
-        packed = rows[: whole * width].reshape(whole, width, part.columns)
-        panels[first : first + whole] = packed.transpose(0, 2, 1)
-        rest = rows[whole * width :]
-        if len(rest):
-            panels[first + whole, :, : len(rest)] = rest.T
+        if whole is None:
+            rows = _rows_as(form.source, name, low, high, checkpoint)
+        else:
+            rows = _converted(form.source, np.ascontiguousarray(whole[low:high]), name)
+        form.pack(rows, panels[first : first + -(-len(rows) // width)])
 
 
-def _pack_transposed(panels: np.ndarray, part: WeightPart, name: str, reader: Checkpoint) -> None:
-    """Packs a weight stored as [inputs, outputs]."""
-    width = panels.shape[2]
-    whole = part.rows // width
-    piece = max(1, _PIECE // part.rows)
-    for low in range(0, part.columns, piece):
-        rows = reader.read_rows(name, low, min(low + piece, part.columns))
-        packed = rows[:, : whole * width].reshape(len(rows), whole, width)
-        panels[:whole, low : low + len(rows)] = packed.transpose(1, 0, 2)
-        if whole < len(panels):
-            panels[whole, low : low + len(rows), : part.rows - whole * width] = rows[
-                :, whole * width :
-            ]
+def _rows_as(dtype: str, name: str, low: int, high: int, checkpoint: Checkpoint) -> np.ndarray:
+    """Rows in the type that a weight format packs; as stored where that is the type already."""
+    if checkpoint.tensors[name].dtype == dtype.upper() and dtype != "f32":
+        stored = checkpoint.stored_rows(name, low, high)
+        if stored is not None:
+            return stored.view(np.float16 if dtype == "f16" else np.uint16)
+    return _converted(dtype, checkpoint.read_rows(name, low, high), name)
 
 
-def _pack_bias(parameter: Parameter, reader: Checkpoint) -> np.ndarray:
+def _converted(dtype: str, rows: np.ndarray, name: str) -> np.ndarray:
+    """float32 rows rounded to the nearest number of `dtype`, ties to even."""
+    if dtype == "f32":
+        return rows
+    if dtype == "f16":
+        with np.errstate(over="ignore"):
+            halves = rows.astype(np.float16)
+        if np.isinf(halves).any() and np.isfinite(rows).all():
+            raise UserError(
+                f"tensor '{name}' has values beyond the range of f16: use --variant bf16"
+            )
+        return halves
+    bits = rows.view(np.uint32)
+    odd = (bits >> 16) & 1
+    return ((bits + 0x7FFF + odd) >> 16).astype(np.uint16)
+
+
+def _pack_bias(parameter: Parameter, checkpoint: Checkpoint) -> np.ndarray:
     width = parameter.panel
     counts = [-(-part.rows // width) for part in parameter.parts]
     result = aligned_zeros((sum(counts) * width,), np.float32)
     start = 0
     for part, count in zip(parameter.parts, counts, strict=True):
         if part.bias:
-            name = reader.expect(*part.bias, shape=(part.rows,)).name
-            result[start : start + part.rows] = reader.read_rows(name, 0, part.rows)
+            name = checkpoint.expect(*part.bias, shape=(part.rows,)).name
+            result[start : start + part.rows] = checkpoint.read_rows(name, 0, part.rows)
         start += count * width
     return result

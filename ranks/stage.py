@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from buddy_pipeline.compile.loader import Library
-from buddy_pipeline.compile.manifest import Parameter, PartitionPlan, Plan, StepWord, Value
+from buddy_pipeline.compile.manifest import (
+    KV_SPAN,
+    SPLIT_UNITS,
+    Parameter,
+    PartitionPlan,
+    Plan,
+    StepWord,
+    Value,
+)
 from buddy_pipeline.partition.layers import BlockRole
 from buddy_pipeline.ranks.kv_cache import KvCache
 from buddy_pipeline.ranks.memory_blocks import aligned_zeros
@@ -196,6 +204,7 @@ class Stage:
         need = max([plan.templates[p.template].thread_scratch for p in partitions], default=0)
         stride = -(-need // 4096) * 4096 + 64
         self._thread_scratch = aligned_zeros((stride * threads,), np.uint8)
+        self._partials = aligned_zeros((self._partial_bytes(plan, partitions),), np.uint8)
         self._barrier = aligned_zeros((_BARRIER_WORDS,), np.int64)
         self._record = np.zeros(len(StepWord), np.int64)
         for word, value in {
@@ -205,8 +214,15 @@ class Stage:
             StepWord.SLOT_CAPACITY: self.kv.capacities.ctypes.data,
             StepWord.SCRATCH: self._thread_scratch.ctypes.data,
             StepWord.SCRATCH_STRIDE: stride,
+            StepWord.PARTIALS: self._partials.ctypes.data,
         }.items():
             self._record[word.value] = value
+
+    def _partial_bytes(self, plan: Plan, partitions: Sequence[PartitionPlan]) -> int:
+        """Room for the partial results of the most units that attention splits into spans."""
+        size = max([plan.templates[p.template].partial for p in partitions], default=0)
+        spans = -(-self._sizes.context // KV_SPAN)
+        return SPLIT_UNITS * self._sizes.threads * spans * size
 
     def _copy_through(self, value: Value, tokens: int, inputs: int, outputs: int) -> None:
         """A value that arrives and is needed further down is copied to the outgoing payload."""

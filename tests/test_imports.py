@@ -12,7 +12,13 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "buddy_pipeline"
 
 # The part of compile/ that a rank reads: it is what a machine without torch and MLIR has.
-READ_BY_RANKS = ("compile.manifest", "compile.cache", "compile.loader", "compile.target")
+READ_BY_RANKS = (
+    "compile.manifest",
+    "compile.cache",
+    "compile.loader",
+    "compile.target",
+    "compile.formats",
+)
 
 MAY_IMPORT = {
     "partition": ("partition",),

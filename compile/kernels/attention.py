@@ -1,41 +1,34 @@
 """The attention kernel: causal attention of each token over its slot's KV cache, updated in place.
 
-A slot's memory holds, layer after layer, keys `[kv head][block][key dim][KV block]` (positions side
+A slot's memory holds, layer after layer, keys `[kv head][block][key dim][KV_BLOCK]` (positions side
 by side, so that scores of a block are vectors without horizontal sums) and values
-`[kv head][position][value stride]`. Work follows the actual length. A query walks its blocks at
-fixed cache positions with a running softmax (Milakov and Gimelshein 2018; FlashAttention), so its
-arithmetic depends on its own sequence alone.
+`[kv head][position][value stride]`. Work follows the actual length.
+
+A query walks blocks at fixed cache positions with a running softmax (Milakov and Gimelshein 2018);
+spans of `KV_SPAN` positions are separate partial results, merged in order (flash-decoding). Who
+computes a span, alone or with the query's neighbours, changes nothing in a query's own arithmetic,
+so results are bit-identical whatever the batch, the chunking and the team.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
-from buddy_pipeline.compile.kernels import vector_math as vm
-from buddy_pipeline.compile.kernels.step import barrier, declare_barrier, step_word, thread_share
-from buddy_pipeline.compile.manifest import KV_BLOCK, StepWord
+from buddy_pipeline.compile.kernels.attention_parts import (
+    AttentionShape,
+    Rows,
+    emit_finish,
+    emit_merge,
+    emit_span,
+    emit_store,
+    layer_base,
+    rows_of,
+    span_args,
+    state_bytes,
+)
+from buddy_pipeline.compile.kernels.step import barrier, declare_barrier, step_word
+from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SPAN, SPLIT_UNITS, StepWord
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
-
-
-@dataclass(frozen=True)
-class AttentionShape:
-    """What the code of an attention kernel depends on."""
-
-    key: int  # elements of a query or key head
-    value: int  # elements of a value head
-    group: int  # query heads that share a KV head
-    softcap: bool
-
-    @property
-    def name(self) -> str:
-        """The kernel's symbol."""
-        cap = "_cap" if self.softcap else ""
-        return f"bp_attention_f32_k{self.key}_v{self.value}_g{self.group}{cap}"
-
-    @property
-    def value_stride(self) -> int:
-        """Elements of one cached value row."""
-        return -(-self.value // 16) * 16
-
 
 SIGNATURE = [
     ("q", "!llvm.ptr"),
@@ -57,236 +50,288 @@ SIGNATURE = [
 
 
 def attention_scratch_bytes(target: Target, shape: AttentionShape) -> int:
-    """Bytes of scratch per thread: weights of a block and running outputs of a tile's rows."""
-    return _rows(target, shape) * (KV_BLOCK + shape.value_stride) * 4
+    """Bytes of scratch per thread: a running and a partial state, and the weights of a block."""
+    most = max(rows.count for rows in rows_of(target, shape))
+    return 2 * state_bytes(target, shape, most) + most * KV_BLOCK * 4
+
+
+def partial_bytes(target: Target, shape: AttentionShape) -> int:
+    """Bytes of one span's partial result of one token and KV head."""
+    return sum(state_bytes(target, shape, r.heads) for r in rows_of(target, shape) if r.tokens == 1)
 
 
 def emit_attention(target: Target, shape: AttentionShape) -> str:
     """MLIR text of the module with the kernel for `shape`."""
     t = Text()
     declare_barrier(t)
-    rows = _rows(target, shape)
-    for size in sorted({rows, shape.group % rows} - {0}):
-        _emit_rows(t, target, shape, size)
-    _emit_store(t, target, shape)
-    _emit_entry(t, target, shape, rows)
+    all_rows = rows_of(target, shape)
+    emit_store(t, target, shape)
+    for rows in all_rows:
+        emit_span(t, target, shape, rows)
+        emit_finish(t, target, shape, rows)
+    for count in sorted({rows.count for rows in all_rows}):
+        emit_merge(t, target, shape, count)
+    for rows in all_rows:
+        _emit_tile(t, target, shape, rows)
+    single = [rows for rows in all_rows if rows.tokens == 1]
+    together = max((rows.tokens for rows in all_rows), default=1)
+    _emit_token(t, shape, single)
+    _emit_units(t, shape, together)
+    _emit_split(t, target, shape, single)
+    _emit_entry(t, shape)
     return str(t)
 
 
-def _rows(target: Target, shape: AttentionShape) -> int:
-    """Query heads of one register tile: their score vectors, the key vectors and one broadcast
-    query element fit the registers."""
-    vectors = KV_BLOCK // target.lanes
-    return max(1, min(shape.group, (target.registers - vectors - 1) // vectors))
-
-
-def _layer_base(t: Text, slot: str) -> tuple[str, str]:
-    """(address of this layer's keys in the slot's memory, positions the memory holds)."""
-    bases = step_word(t, StepWord.SLOT_BASE, "!llvm.ptr")
-    capacities = step_word(t, StepWord.SLOT_CAPACITY, "!llvm.ptr")
-    base = t.load(t.gep(bases, slot, "!llvm.ptr"), "!llvm.ptr", 8)
-    capacity = t.load(t.gep(capacities, slot, "i64"), "i64", 8)
-    return t.gep(base, t.mul(capacity, "%kv_offset")), capacity
-
-
-def _emit_store(t: Text, target: Target, shape: AttentionShape) -> None:
-    """`store_kv(…)`: writes keys and values of this thread's tokens into the cache."""
-    kinds = dict(SIGNATURE)
-    names = ["k", "ldk", "v", "ldv", "kv_heads", "kv_offset", "step", "tid"]
-    lanes, vector = target.lanes, f"vector<{target.lanes}xf32>"
-    with t.function("store_kv", [(n, kinds[n]) for n in names], private=True):
-        zero, one, block = t.constant(0), t.constant(1), t.constant(KV_BLOCK)
-        tokens, team = step_word(t, StepWord.TOKENS), step_word(t, StepWord.TEAM)
-        positions = step_word(t, StepWord.POSITIONS, "!llvm.ptr")
-        slots = step_word(t, StepWord.SLOTS, "!llvm.ptr")
-        low, high = thread_share(t, tokens, "%tid", team)
-        with t.loop(low, high, one) as token:
-            position = t.load(t.gep(positions, token.index, "i64"), "i64", 8)
-            slot = t.load(t.gep(slots, token.index, "i64"), "i64", 8)
-            keys, capacity = _layer_base(t, slot)
-            key_head = t.mul(capacity, t.constant(shape.key))
-            values = t.gep(keys, t.mul(key_head, "%kv_heads"))
-            value_head = t.mul(capacity, t.constant(shape.value_stride))
-            number = t.binary("arith.divui", position, block)
-            lane = t.binary("arith.remui", position, block)
-            with t.loop(zero, "%kv_heads", one) as head:
-                source = t.gep("%k", t.mul(token.index, "%ldk"))
-                source = t.gep(source, t.mul(head.index, t.constant(shape.key)))
-                to = t.gep(keys, t.mul(head.index, key_head))
-                to = t.gep(to, t.mul(number, t.constant(shape.key * KV_BLOCK)))
-                to = t.gep(to, lane)
-                with t.loop(zero, t.constant(shape.key), one) as d:
-                    element = t.load(t.gep(source, d.index), "f32")
-                    t.store(element, t.gep(to, t.mul(d.index, block)), "f32")
-                source = t.gep("%v", t.mul(token.index, "%ldv"))
-                source = t.gep(source, t.mul(head.index, t.constant(shape.value)))
-                to = t.gep(values, t.mul(head.index, value_head))
-                to = t.gep(to, t.mul(position, t.constant(shape.value_stride)))
-                whole = shape.value // lanes * lanes
-                for e in range(0, whole, lanes):
-                    t.store(t.load(t.gep(source, e), vector), t.gep(to, e), vector)
-                for e in range(whole, shape.value):
-                    t.store(t.load(t.gep(source, e), "f32"), t.gep(to, e), "f32")
-                for e in range(shape.value, shape.value_stride):
-                    t.store(t.constant(0.0, "f32"), t.gep(to, e), "f32")
-        t.line("return")
-
-
-_ROWS_ARGS = [
+_TILE_ARGS = [
     ("q", "!llvm.ptr"),
+    ("ldq", "i64"),
     ("keys", "!llvm.ptr"),
     ("values", "!llvm.ptr"),
     ("out", "!llvm.ptr"),
-    ("first", "i64"),
+    ("ldo", "i64"),
     ("last", "i64"),
+    ("window", "i64"),
     ("scale", "f32"),
     ("softcap", "f32"),
     ("scratch", "!llvm.ptr"),
 ]
 
 
-def _emit_rows(t: Text, target: Target, shape: AttentionShape, rows: int) -> None:
-    """`rows_R(q, keys, values, out, first, last, …)`: R query heads of one token that share a KV
-    head attend to positions first … last."""
-    lanes = target.lanes
-    vector = f"vector<{lanes}xf32>"
-    vectors = KV_BLOCK // lanes
-    pack = vm.Lanes(lanes)
-    columns = shape.value_stride // lanes
-    with t.function(f"rows_{rows}", _ROWS_ARGS, private=True):
-        zero, one, block = t.constant(0), t.constant(1), t.constant(KV_BLOCK)
-        weights = [t.gep("%scratch", r * KV_BLOCK) for r in range(rows)]
-        running = t.gep("%scratch", rows * KV_BLOCK)
-        sums = [t.gep(running, r * shape.value_stride) for r in range(rows)]
-        empty = t.constant(0.0, vector)
-        for r in range(rows):
-            for c in range(columns):
-                t.store(empty, t.gep(sums[r], c * lanes), vector)
-        scale = t.broadcast("%scale", vector)
-        lane_numbers = t.op(
-            f"arith.constant dense<[{', '.join(map(str, range(lanes)))}]> : vector<{lanes}xi64>"
-        )
-        first_lanes = t.broadcast("%first", f"vector<{lanes}xi64>", "i64")
-        last_lanes = t.broadcast("%last", f"vector<{lanes}xi64>", "i64")
-        lowest = t.op(f"arith.constant dense<0xFF800000> : {vector}")
+def _emit_tile(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
+    """`tile_NxH(…)`: N neighbouring tokens × H query heads of one KV head, span after span."""
+    with t.function(f"tile_{rows.name}", _TILE_ARGS, private=True):
+        span = t.constant(KV_SPAN)
+        size = state_bytes(target, shape, rows.count)
+        state, part = "%scratch", t.gep("%scratch", size, "i8")
+        weights = t.gep("%scratch", 2 * size, "i8")
+        first = _first_position(t, "%last", "%window")
+        low = t.mul(t.binary("arith.divui", first, span), span)
+        end = t.add("%last", t.constant(rows.tokens))
 
-        block_low = t.mul(t.binary("arith.divui", "%first", block), block)
-        end = t.add("%last", one)
-        carried = [(lowest, vector)] * rows + [(empty, vector)] * rows
-        with t.loop(block_low, end, block, carried) as walk:
-            maxima, totals = walk.carried[:rows], walk.carried[rows:]
-            start = walk.index
-            keys = t.gep("%keys", t.mul(start, t.constant(shape.key)))
-            places = [(r, j) for r in range(rows) for j in range(vectors)]
-            with t.loop(zero, t.constant(shape.key), one, [(empty, vector)] * len(places)) as depth:
-                row = t.gep(keys, t.mul(depth.index, block))
-                loaded = [t.load(t.gep(row, j * lanes), vector, 4) for j in range(vectors)]
-                query = t.gep("%q", depth.index)
-                element = ""
-                for chain, (r, j) in zip(depth.carried, places, strict=True):
-                    if j == 0:
-                        scalar = t.load(t.gep(query, r * shape.key), "f32")
-                        element = t.broadcast(scalar, vector)
-                    depth.next.append(t.fma(element, loaded[j], chain, vector))
-            scores = dict(zip(places, depth.results, strict=True))
+        def compute(start: str, to: str) -> None:
+            values = ["%q", "%ldq", "%keys", "%values", start, "%last", "%window"]
+            t.call(f"span_{rows.name}", span_args([*values, "%scale", "%softcap", to, weights]))
 
-            masks = []
-            for j in range(vectors):
-                here = t.broadcast(
-                    t.add(start, t.constant(j * lanes)), f"vector<{lanes}xi64>", "i64"
-                )
-                here = t.binary("arith.addi", here, lane_numbers, f"vector<{lanes}xi64>")
-                after = t.compare("sge", here, first_lanes, f"vector<{lanes}xi64>")
-                before = t.compare("sle", here, last_lanes, f"vector<{lanes}xi64>")
-                masks.append(t.binary("arith.andi", after, before, f"vector<{lanes}xi1>"))
-
-            next_maxima, next_totals, factors = [], [], []
-            for r in range(rows):
-                row_scores = []
-                for j in range(vectors):
-                    score = t.binary("arith.mulf", scores[r, j], scale, vector)
-                    if shape.softcap:
-                        score = _soft_cap(t, score, vector, pack)
-                    row_scores.append(_masked(t, masks[j], score, lowest, lanes))
-                most = row_scores[0]
-                for other in row_scores[1:]:
-                    most = vm.maximum(t, other, most, vector)
-                most = vm.reduce_vector(t, most, lanes, "max")
-                most = vm.maximum(t, most, maxima[r], vector)
-                factor = vm.exp(t, t.binary("arith.subf", maxima[r], most, vector), pack)
-                total = t.binary("arith.mulf", totals[r], factor, vector)
-                for j, score in enumerate(row_scores):
-                    weight = vm.exp(t, t.binary("arith.subf", score, most, vector), pack)
-                    weight = _masked(t, masks[j], weight, empty, lanes)
-                    t.store(weight, t.gep(weights[r], j * lanes), vector)
-                    total = t.binary("arith.addf", total, weight, vector)
-                next_maxima.append(most)
-                next_totals.append(total)
-                factors.append(factor)
-            walk.next = next_maxima + next_totals
-
-            left = t.binary("arith.subi", end, start)
-            count = t.binary("arith.minui", left, block)
-            skipped = t.binary("arith.subi", "%first", start)
-            skipped = t.binary("arith.maxsi", skipped, zero)
-            values = t.gep("%values", t.mul(start, t.constant(shape.value_stride)))
-            width = max(1, min(columns, (target.registers - 2) // (rows + 1)))
-            for c in range(0, columns, width):
-                chunk = range(c, min(columns, c + width))
-                cells = [(r, column) for r in range(rows) for column in chunk]
-                begun = []
-                for r, column in cells:
-                    so_far = t.load(t.gep(sums[r], column * lanes), vector)
-                    begun.append((t.binary("arith.mulf", so_far, factors[r], vector), vector))
-                with t.loop(skipped, count, one, begun) as j_loop:
-                    row = t.gep(values, t.mul(j_loop.index, t.constant(shape.value_stride)))
-                    loaded = [t.load(t.gep(row, column * lanes), vector) for column in chunk]
-                    element = ""
-                    for chain, (r, column) in zip(j_loop.carried, cells, strict=True):
-                        if column == c:
-                            scalar = t.load(t.gep(weights[r], j_loop.index), "f32")
-                            element = t.broadcast(scalar, vector)
-                        j_loop.next.append(t.fma(element, loaded[column - c], chain, vector))
-                for result, (r, column) in zip(j_loop.results, cells, strict=True):
-                    t.store(result, t.gep(sums[r], column * lanes), vector)
-
-        for r in range(rows):
-            total = vm.reduce_vector(t, walk.results[rows + r], lanes, "sum")
-            for c in range(columns):
-                value = t.load(t.gep(sums[r], c * lanes), vector)
-                value = t.binary("arith.divf", value, total, vector)
-                _store_part(t, value, t.gep("%out", r * shape.value), c * lanes, shape, lanes)
+        compute(low, state)
+        with t.loop(t.add(low, span), end, span) as later:
+            compute(later.index, part)
+            t.call(f"merge_{rows.count}", [(state, "!llvm.ptr"), (part, "!llvm.ptr")])
+        out = [(state, "!llvm.ptr"), ("%out", "!llvm.ptr"), ("%ldo", "i64")]
+        t.call(f"finish_{rows.name}", out)
         t.line("return")
 
 
-def _soft_cap(t: Text, score: str, vector: str, pack: vm.Lanes) -> str:
-    """cap · tanh(score / cap)."""
-    cap = t.broadcast("%softcap", vector)
-    inner = vm.tanh(t, t.binary("arith.divf", score, cap, vector), pack)
-    return t.binary("arith.mulf", inner, cap, vector)
+_HEAD_ARGS = [
+    ("token", "i64"),
+    ("head", "i64"),
+    *[(n, k) for n, k in SIGNATURE if n not in ("k", "ldk", "v", "ldv", "tid")],
+    ("scratch", "!llvm.ptr"),
+]
 
 
-def _masked(t: Text, mask: str, value: str, otherwise: str, lanes: int) -> str:
-    return t.op(
-        f"arith.select {mask}, {value}, {otherwise} : vector<{lanes}xi1>, vector<{lanes}xf32>"
+@dataclass(frozen=True)
+class _Place:
+    """Addresses that belong to one token and KV head."""
+
+    q: str
+    keys: str
+    values: str
+    out: str
+    last: str
+
+
+def _place(t: Text, shape: AttentionShape, token: str, head: str) -> _Place:
+    """Finds a token's queries, its slot's keys and values, and its outputs."""
+    positions = step_word(t, StepWord.POSITIONS, "!llvm.ptr")
+    slots = step_word(t, StepWord.SLOTS, "!llvm.ptr")
+    last = t.load(t.gep(positions, token, "i64"), "i64", 8)
+    slot = t.load(t.gep(slots, token, "i64"), "i64", 8)
+    element = shape.element
+    layer, capacity = layer_base(t, shape, slot)
+    key_head = t.mul(capacity, t.constant(shape.key))
+    values = t.gep(layer, t.mul(key_head, "%kv_heads"), element)
+    value_head = t.mul(capacity, t.constant(shape.value_stride))
+    q = t.gep("%q", t.mul(token, "%ldq"))
+    out = t.gep("%out", t.mul(token, "%ldo"))
+    return _Place(
+        q=t.gep(q, t.mul(head, t.constant(shape.group * shape.key))),
+        keys=t.gep(layer, t.mul(head, key_head), element),
+        values=t.gep(values, t.mul(head, value_head), element),
+        out=t.gep(out, t.mul(head, t.constant(shape.group * shape.value))),
+        last=last,
     )
 
 
-def _store_part(
-    t: Text, value: str, row: str, column: int, shape: AttentionShape, lanes: int
-) -> None:
-    """Stores the lanes of `value` that lie inside the value head."""
-    inside = min(lanes, shape.value - column)
-    if inside == lanes:
-        t.store(value, t.gep(row, column), f"vector<{lanes}xf32>")
-        return
-    for lane in range(inside):
-        element = t.op(f"vector.extract {value}[{lane}] : f32 from vector<{lanes}xf32>")
-        t.store(element, t.gep(row, column + lane), "f32")
+def _emit_token(t: Text, shape: AttentionShape, single: list[Rows]) -> None:
+    """`one_token(token, head, …)`: all query heads of one token and KV head."""
+    with t.function("one_token", _HEAD_ARGS, private=True):
+        at = _place(t, shape, "%token", "%head")
+        start = 0
+        for rows in single:
+            q = t.gep(at.q, start * shape.key)
+            out = t.gep(at.out, start * shape.value)
+            _call_tile(t, rows, q, out, at)
+            start += rows.heads
+        t.line("return")
 
 
-def _emit_entry(t: Text, target: Target, shape: AttentionShape, rows: int) -> None:
-    """The kernel: stores this step's keys and values, then deals (token, KV head) units round."""
+def _call_tile(t: Text, rows: Rows, q: str, out: str, at: _Place) -> None:
+    values = [q, "%ldq", at.keys, at.values, out, "%ldo", at.last]
+    values += ["%window", "%scale", "%softcap", "%scratch"]
+    kinds = [kind for _, kind in _TILE_ARGS]
+    t.call(f"tile_{rows.name}", list(zip(values, kinds, strict=True)))
+
+
+def _emit_units(t: Text, shape: AttentionShape, together: int) -> None:
+    """`units(…)`: deals (group of neighbouring tokens, KV head) units round the team.
+
+    Later tokens have more to read: dealing round keeps the team level. Neighbours go through one
+    tile when they are one run of one slot that starts and ends in the same spans.
+    """
+    args = [*[a for a in _HEAD_ARGS if a[0] not in ("token", "head")], ("tid", "i64")]
+    rows = Rows(together, shape.group)
+    with t.function("units", args, private=True):
+        one, width = t.constant(1), t.constant(together)
+        tokens, team = step_word(t, StepWord.TOKENS), step_word(t, StepWord.TEAM)
+        groups = t.binary("arith.ceildivui", tokens, width)
+        units = t.mul(groups, "%kv_heads")
+        with t.loop("%tid", units, team) as unit:
+            group = t.binary("arith.divui", unit.index, "%kv_heads")
+            head = t.binary("arith.remui", unit.index, "%kv_heads")
+            first = t.mul(group, width)
+            end = t.binary("arith.minui", t.add(first, width), tokens)
+
+            def single(first: str = first, end: str = end, head: str = head) -> list[str]:
+                with t.loop(first, end, one) as token:
+                    values = [token.index, head, *[f"%{n}" for n, _ in _HEAD_ARGS[2:]]]
+                    kinds = [kind for _, kind in _HEAD_ARGS]
+                    t.call("one_token", list(zip(values, kinds, strict=True)))
+                return []
+
+            def joint(first: str = first, head: str = head) -> list[str]:
+                at = _place(t, shape, first, head)
+                _call_tile(t, rows, at.q, at.out, at)
+                return []
+
+            if together == 1:
+                single()
+            else:
+                t.choose(_is_run(t, first, end, together), joint, single, [])
+        t.line("return")
+
+
+def _is_run(t: Text, first: str, end: str, together: int) -> str:
+    """Whether tokens first … first + together - 1 exist, are neighbours in one slot, and their
+    attention begins in one block and ends in one span."""
+    positions = step_word(t, StepWord.POSITIONS, "!llvm.ptr")
+    slots = step_word(t, StepWord.SLOTS, "!llvm.ptr")
+    enough = t.compare("eq", t.binary("arith.subi", end, first), t.constant(together))
+
+    def checks() -> list[str]:
+        start = t.load(t.gep(positions, first, "i64"), "i64", 8)
+        slot = t.load(t.gep(slots, first, "i64"), "i64", 8)
+        same = t.op("arith.constant true")
+        for offset in range(1, together):
+            token = t.add(first, t.constant(offset))
+            position = t.load(t.gep(positions, token, "i64"), "i64", 8)
+            expected = t.add(start, t.constant(offset))
+            for equal in (
+                t.compare("eq", position, expected),
+                t.compare("eq", t.load(t.gep(slots, token, "i64"), "i64", 8), slot),
+            ):
+                same = t.binary("arith.andi", same, equal, "i1")
+        last = t.add(start, t.constant(together - 1))
+        begins = [_first_position(t, p, "%window") for p in (start, last)]
+        for pair, size in ((begins, KV_BLOCK), ([start, last], KV_SPAN)):
+            parts = [t.binary("arith.divui", p, t.constant(size)) for p in pair]
+            same = t.binary("arith.andi", same, t.compare("eq", *parts), "i1")
+        return [same]
+
+    return t.choose(enough, checks, lambda: [t.op("arith.constant false")], ["i1"])[0]
+
+
+def _first_position(t: Text, last: str, window: str) -> str:
+    """The first position that a token at `last` sees: a window of w holds the token itself and
+    w - 1 before it; 0 means no window."""
+    zero = t.constant(0)
+    edge = t.add(t.binary("arith.subi", last, window), t.constant(1))
+    edge = t.binary("arith.maxsi", edge, zero)
+    return t.select(t.compare("eq", window, zero), zero, edge, "i64")
+
+
+def _emit_split(t: Text, target: Target, shape: AttentionShape, single: list[Rows]) -> None:
+    """`split(…, spans)`: few tokens, long caches: the team shares (token, KV head, span) units and
+    then merges each token's partial results in order."""
+    args = [*[a for a in _HEAD_ARGS if a[0] not in ("token", "head")], ("tid", "i64")]
+    args.append(("spans", "i64"))
+    size = partial_bytes(target, shape)
+    with t.function("split", args, private=True):
+        one, span = t.constant(1), t.constant(KV_SPAN)
+        tokens, team = step_word(t, StepWord.TOKENS), step_word(t, StepWord.TEAM)
+        partials = step_word(t, StepWord.PARTIALS, "!llvm.ptr")
+        pairs = t.mul(tokens, "%kv_heads")
+
+        def spans_of(last: str) -> tuple[str, str]:
+            first = _first_position(t, last, "%window")
+            low = t.binary("arith.divui", first, span)
+            return low, t.add(t.binary("arith.divui", last, span), one)
+
+        with t.loop("%tid", t.mul(pairs, "%spans"), team) as unit:
+            pair = t.binary("arith.divui", unit.index, "%spans")
+            number = t.binary("arith.remui", unit.index, "%spans")
+            token = t.binary("arith.divui", pair, "%kv_heads")
+            head = t.binary("arith.remui", pair, "%kv_heads")
+            at = _place(t, shape, token, head)
+            low, high = spans_of(at.last)
+            inside = t.binary(
+                "arith.andi",
+                t.compare("uge", number, low),
+                t.compare("ult", number, high),
+                "i1",
+            )
+            with t.when(inside):
+                state = t.gep(partials, t.mul(unit.index, t.constant(size)), "i8")
+                start = 0
+                for rows in single:
+                    values = [t.gep(at.q, start * shape.key), "%ldq", at.keys, at.values]
+                    values += [t.mul(number, span), at.last, "%window", "%scale", "%softcap"]
+                    t.call(f"span_{rows.name}", span_args([*values, state, "%scratch"]))
+                    state = t.gep(state, state_bytes(target, shape, rows.count), "i8")
+                    start += rows.heads
+        barrier(t)
+        with t.loop("%tid", pairs, team) as pair_loop:
+            pair = pair_loop.index
+            at = _place(
+                t,
+                shape,
+                t.binary("arith.divui", pair, "%kv_heads"),
+                t.binary("arith.remui", pair, "%kv_heads"),
+            )
+            low, high = spans_of(at.last)
+            base = t.mul(pair, "%spans")
+            bytes_before = start = 0
+            for rows in single:
+
+                def part(number: str, before: int = bytes_before, base: str = base) -> str:
+                    place = t.mul(t.add(base, number), t.constant(size))
+                    return t.gep(t.gep(partials, place, "i8"), before, "i8")
+
+                state = part(low)
+                with t.loop(t.add(low, one), high, one) as later:
+                    pointers = [(state, "!llvm.ptr"), (part(later.index), "!llvm.ptr")]
+                    t.call(f"merge_{rows.count}", pointers)
+                out = t.gep(at.out, start * shape.value)
+                t.call(
+                    f"finish_{rows.name}",
+                    [(state, "!llvm.ptr"), (out, "!llvm.ptr"), ("%ldo", "i64")],
+                )
+                bytes_before += state_bytes(target, shape, rows.count)
+                start += rows.heads
+        t.line("return")
+
+
+def _emit_entry(t: Text, shape: AttentionShape) -> None:
+    """The kernel: stores this step's keys and values, then shares the work out."""
     kinds = dict(SIGNATURE)
     with t.function(shape.name, SIGNATURE):
         stored = ["k", "ldk", "v", "ldv", "kv_heads", "kv_offset", "step", "tid"]
@@ -294,46 +339,34 @@ def _emit_entry(t: Text, target: Target, shape: AttentionShape, rows: int) -> No
         barrier(t)
         zero, one = t.constant(0), t.constant(1)
         tokens, team = step_word(t, StepWord.TOKENS), step_word(t, StepWord.TEAM)
-        positions = step_word(t, StepWord.POSITIONS, "!llvm.ptr")
-        slots = step_word(t, StepWord.SLOTS, "!llvm.ptr")
         scratch = step_word(t, StepWord.SCRATCH, "!llvm.ptr")
-        stride = step_word(t, StepWord.SCRATCH_STRIDE)
-        scratch = t.gep(scratch, t.mul("%tid", stride), "i8")
-        units = t.mul(tokens, "%kv_heads")
-        # Later tokens have more to read: dealing units round keeps the team level.
-        with t.loop("%tid", units, team) as unit:
-            token = t.binary("arith.divui", unit.index, "%kv_heads")
-            head = t.binary("arith.remui", unit.index, "%kv_heads")
-            last = t.load(t.gep(positions, token, "i64"), "i64", 8)
-            slot = t.load(t.gep(slots, token, "i64"), "i64", 8)
-            layer, capacity = _layer_base(t, slot)
-            key_head = t.mul(capacity, t.constant(shape.key))
-            keys = t.gep(layer, t.mul(head, key_head))
-            values = t.gep(layer, t.mul(key_head, "%kv_heads"))
-            value_head = t.mul(capacity, t.constant(shape.value_stride))
-            values = t.gep(values, t.mul(head, value_head))
-            # A window of w sees the token itself and w - 1 before it; 0 means no window.
-            edge = t.add(t.binary("arith.subi", last, "%window"), one)
-            edge = t.binary("arith.maxsi", edge, zero)
-            unlimited = t.compare("eq", "%window", zero)
-            first = t.select(unlimited, zero, edge, "i64")
-            q = t.gep("%q", t.mul(token, "%ldq"))
-            q = t.gep(q, t.mul(head, t.constant(shape.group * shape.key)))
-            out = t.gep("%out", t.mul(token, "%ldo"))
-            out = t.gep(out, t.mul(head, t.constant(shape.group * shape.value)))
-            for start in range(0, shape.group, rows):
-                size = min(rows, shape.group - start)
-                values_of = [
-                    t.gep(q, start * shape.key),
-                    keys,
-                    values,
-                    t.gep(out, start * shape.value),
-                    first,
-                    last,
-                    "%scale",
-                    "%softcap",
-                    scratch,
-                ]
-                call = [(v, kind) for v, (_, kind) in zip(values_of, _ROWS_ARGS, strict=True)]
-                t.call(f"rows_{size}", call)
+        scratch = t.gep(scratch, t.mul("%tid", step_word(t, StepWord.SCRATCH_STRIDE)), "i8")
+        few = t.compare("ult", t.mul(tokens, "%kv_heads"), t.mul(team, t.constant(SPLIT_UNITS)))
+        several = t.compare("ugt", team, one)
+        few = t.binary("arith.andi", few, several, "i1")
+
+        def longest() -> list[str]:
+            positions = step_word(t, StepWord.POSITIONS, "!llvm.ptr")
+            with t.loop(zero, tokens, one, [(zero, "i64")]) as token:
+                last = t.load(t.gep(positions, token.index, "i64"), "i64", 8)
+                spans = t.add(t.binary("arith.divui", last, t.constant(KV_SPAN)), one)
+                token.next = [t.binary("arith.maxui", token.carried[0], spans)]
+            return token.results
+
+        spans = t.choose(few, longest, lambda: [one], ["i64"])[0]
+        names = [n for n, _ in _HEAD_ARGS[2:] if n != "scratch"]
+        call = [(f"%{n}", kinds[n]) for n in names]
+        call += [(scratch, "!llvm.ptr"), ("%tid", "i64")]
+        t.choose(
+            t.compare("ugt", spans, one),
+            partial(_call, t, "split", [*call, (spans, "i64")]),
+            partial(_call, t, "units", call),
+            [],
+        )
         t.line("return")
+
+
+def _call(t: Text, name: str, args: list[tuple[str, str]]) -> list[str]:
+    """A call as the branch of a `choose` without results."""
+    t.call(name, args)
+    return []

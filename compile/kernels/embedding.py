@@ -3,11 +3,10 @@
 The table has the layout of a linear's weights, so that a tied head and the embedding share memory.
 """
 
+from buddy_pipeline.compile.formats.base import WeightFormat
 from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
-
-EMBEDDING = "bp_embedding_f32"
 
 SIGNATURE = [
     ("ids", "!llvm.ptr"),
@@ -22,21 +21,28 @@ SIGNATURE = [
 ]
 
 
-def emit_embedding(target: Target) -> str:
+def embedding_name(form: WeightFormat) -> str:
+    """The kernel's symbol."""
+    return f"bp_embedding_{form.name}"
+
+
+def emit_embedding(target: Target, form: WeightFormat) -> str:
     """MLIR text of the kernel: out[t][k] = table[ids[t · ldi]][k] for k below `depth`."""
     t = Text()
-    with t.function(EMBEDDING, SIGNATURE):
+    with t.function(embedding_name(form), SIGNATURE):
         zero, one, width = t.constant(0), t.constant(1), t.constant(target.panel)
+        units = t.add("%depth", t.constant(form.unit - 1))
+        units = t.binary("arith.divui", units, t.constant(form.unit))
+        panel_bytes = t.mul(units, t.constant(form.unit_bytes(target.panel)))
         low, high = thread_share(t, "%tokens", "%tid", "%team")
         with t.loop(low, high, one) as token:
             row = t.word(t.gep("%ids", t.mul(token.index, "%ldi"), "i64"), 0)
             panel = t.binary("arith.divui", row, width)
             lane = t.binary("arith.remui", row, width)
-            source = t.gep("%table", t.mul(panel, t.mul("%depth", width)))
-            source = t.gep(source, lane)
+            source = t.gep("%table", t.mul(panel, panel_bytes), "i8")
             out = t.gep("%out", t.mul(token.index, "%ldo"))
             with t.loop(zero, "%depth", one) as k:
-                value = t.load(t.gep(source, t.mul(k.index, width)), "f32")
+                value = form.emit_element(t, target, source, k.index, lane)
                 t.store(value, t.gep(out, k.index), "f32")
         t.line("return")
     return str(t)

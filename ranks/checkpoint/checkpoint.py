@@ -86,6 +86,12 @@ class StoredTensor(Protocol):
         """
         ...
 
+    def stored_rows(self, start: int, stop: int) -> np.ndarray | None:
+        """Return rows in the stored type, uint8 [stop - start, bytes], or None if there are none.
+
+        See `Checkpoint.stored_rows`.
+        """
+
 
 class Checkpoint:
     """A model's configuration, tokenizer source and tensors; see `open_checkpoint`.
@@ -158,6 +164,17 @@ class Checkpoint:
         if start == stop:
             return np.empty((0, *info.shape[1:]), np.float32)
         return self._stored[name].rows(start, stop)
+
+    def stored_rows(self, name: str, start: int, stop: int) -> np.ndarray | None:
+        """Read rows in the tensor's own type, uint8 [stop - start, bytes of a row].
+
+        None where the file does not hold a row's numbers one after the other (a transposed
+        tensor). For whoever computes on a type as it is; ranges and errors as in `read_rows`.
+        """
+        info = self._check_readable(name)
+        if not info.shape or not 0 <= start <= stop <= info.shape[0]:
+            raise IndexError(f"rows {start}:{stop} of tensor {name} with shape {list(info.shape)}")
+        return self._stored[name].stored_rows(start, stop)
 
     def read(self, name: str) -> np.ndarray:
         """Read a whole tensor as float32 [*shape]; errors as in `read_rows`."""

@@ -38,6 +38,17 @@ class GgufTensor:
             return self._permuted_rows(start, stop)
         return read_stored(self.file, self.entry, start, stop)
 
+    def stored_rows(self, start: int, stop: int) -> np.ndarray | None:
+        if len(self.info.shape) != 2 or self.change is Change.TRANSPOSED:
+            return None
+        stored = _row_bytes_of(self.file, self.entry)
+        if self.change in (Change.QUERY_ROWS, Change.KEY_ROWS):
+            rows = stored[self._stored_rows(start, stop)]
+        else:
+            rows = stored[start:stop].copy()
+        self.file.release(self.entry.begin, self.entry.end)
+        return rows
+
     def _vector(self) -> np.ndarray:
         """Read a one-dimensional tensor whole: its elements are one row of blocks."""
         values = read_stored(self.file, self.entry)

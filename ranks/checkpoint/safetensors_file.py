@@ -67,10 +67,19 @@ class SafetensorsTensor:
     def is_readable(self) -> bool:
         return self.info.dtype in _NUMPY_DTYPES
 
+    def stored_rows(self, start: int, stop: int) -> np.ndarray | None:
+        begin, end = self._range(start, stop)
+        rows = self.file.view(begin, end).reshape(stop - start, -1).copy()
+        self.file.release(begin, end)
+        return rows
+
+    def _range(self, start: int, stop: int) -> tuple[int, int]:
+        """The bytes of the file that hold these rows."""
+        row_bytes = prod(self.info.shape[1:]) * _DTYPE_BYTES[self.info.dtype]
+        return self.begin + start * row_bytes, self.begin + stop * row_bytes
+
     def rows(self, start: int, stop: int) -> np.ndarray:
-        row_elements = prod(self.info.shape[1:])
-        row_bytes = row_elements * _DTYPE_BYTES[self.info.dtype]
-        begin, end = self.begin + start * row_bytes, self.begin + stop * row_bytes
+        begin, end = self._range(start, stop)
         stored = self.file.view(begin, end).view(_NUMPY_DTYPES[self.info.dtype])
         out = np.empty((stop - start, *self.info.shape[1:]), np.float32)
         flat = out.reshape(-1)

@@ -1,0 +1,54 @@
+"""f32 weights: `[K][panel]` floats."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from buddy_pipeline.compile.formats.base import TileShape, accumulate, interleave
+from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.compile.target import Target
+
+
+@dataclass(frozen=True)
+class F32:
+    """Plain single precision."""
+
+    name: str = "f32"
+    unit: int = 1
+    source: str = "f32"
+
+    def unit_bytes(self, panel: int) -> int:
+        """Bytes of one k of a panel."""
+        return 4 * panel
+
+    def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
+        """See `WeightFormat.pack`."""
+        width = panels.shape[1] // (4 * rows.shape[1])
+        interleave(rows, panels.view(np.float32).reshape(len(panels), -1, width, 1), 1)
+
+    def activation_bytes(self, target: Target) -> int:
+        """Activations stay f32."""
+        return 4
+
+    def emit_unit(
+        self,
+        t: Text,
+        target: Target,
+        shape: TileShape,
+        bases: list[str],
+        inputs: str,
+        accumulators: list[str],
+    ) -> list[str]:
+        """One k: panel_vectors loads a panel, one broadcast a row."""
+        vector = f"vector<{target.lanes}xf32>"
+        weights = {
+            (p, v): t.load(t.gep(bases[p], v * target.lanes), vector, target.lanes * 4)
+            for p in range(shape.panels)
+            for v in range(target.panel_vectors)
+        }
+        return accumulate(t, target, shape, [weights], inputs, accumulators)
+
+    def emit_element(self, t: Text, target: Target, base: str, k: str, lane: str) -> str:
+        """panel[k][lane]."""
+        place = t.add(t.mul(k, t.constant(target.panel)), lane)
+        return t.load(t.gep(base, place), "f32")

@@ -1,0 +1,447 @@
+"""The inner pieces of attention: storing keys and values, one span of positions, merging spans."""
+
+from dataclasses import dataclass
+
+from buddy_pipeline.compile.kernels import vector_math as vm
+from buddy_pipeline.compile.kernels.step import step_word, thread_share
+from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SPAN, StepWord
+from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.compile.target import Target
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the code of an attention kernel depends on."""
+
+    key: int  # elements of a query or key head
+    value: int  # elements of a value head
+    group: int  # query heads that share a KV head
+    softcap: bool
+    cache: str  # type of cached elements: "f32", "bf16" or "f16"
+
+    @property
+    def name(self) -> str:
+        """The kernel's symbol."""
+        cap = "_cap" if self.softcap else ""
+        return f"bp_attention_{self.cache}_k{self.key}_v{self.value}_g{self.group}{cap}"
+
+    @property
+    def value_stride(self) -> int:
+        """Elements of one cached value row."""
+        return -(-self.value // 16) * 16
+
+    @property
+    def element(self) -> str:
+        """The MLIR type of cached elements."""
+        return self.cache
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The queries of one register tile: neighbouring tokens × query heads of one KV head."""
+
+    tokens: int
+    heads: int
+
+    @property
+    def name(self) -> str:
+        """Part of the symbols that depend on it."""
+        return f"{self.tokens}x{self.heads}"
+
+    @property
+    def count(self) -> int:
+        """Query rows in all."""
+        return self.tokens * self.heads
+
+    def pairs(self) -> list[tuple[int, int]]:
+        """(token, head) of every row, in order."""
+        return [(token, head) for token in range(self.tokens) for head in range(self.heads)]
+
+
+def rows_of(target: Target, shape: AttentionShape) -> list[Rows]:
+    """The tiles that a kernel is made of: one token's heads (in parts, if they are many), and as
+    many neighbouring tokens as fit the registers beside the key vectors and one broadcast."""
+    vectors = KV_BLOCK // target.lanes
+    most = max(1, (target.registers - vectors - 1) // vectors)
+    parts = [min(most, shape.group - start) for start in range(0, shape.group, most)]
+    single = [Rows(1, heads) for heads in parts]
+    together = most // shape.group
+    return [*dict.fromkeys(single)] if together < 2 else [*single, Rows(together, shape.group)]
+
+
+def state_bytes(target: Target, shape: AttentionShape, rows: int) -> int:
+    """Bytes of a partial result: outputs, maximum and sum vectors of each row."""
+    return rows * (shape.value_stride + 2 * target.lanes) * 4
+
+
+def layer_base(t: Text, shape: AttentionShape, slot: str) -> tuple[str, str]:
+    """(address of this layer's keys in the slot's memory, positions the memory holds)."""
+    bases = step_word(t, StepWord.SLOT_BASE, "!llvm.ptr")
+    capacities = step_word(t, StepWord.SLOT_CAPACITY, "!llvm.ptr")
+    base = t.load(t.gep(bases, slot, "!llvm.ptr"), "!llvm.ptr", 8)
+    capacity = t.load(t.gep(capacities, slot, "i64"), "i64", 8)
+    return t.gep(base, t.mul(capacity, "%kv_offset"), shape.element), capacity
+
+
+def emit_store(t: Text, target: Target, shape: AttentionShape) -> None:
+    """`store_kv(…)`: writes keys and values of this thread's tokens into the cache."""
+    args = [("k", "!llvm.ptr"), ("ldk", "i64"), ("v", "!llvm.ptr"), ("ldv", "i64")]
+    args += [("kv_heads", "i64"), ("kv_offset", "i64"), ("step", "!llvm.ptr"), ("tid", "i64")]
+    lanes, element = target.lanes, shape.element
+    vector, cached = f"vector<{lanes}xf32>", f"vector<{lanes}x{element}>"
+    align = 4 if element == "f32" else 2
+
+    def rounded(value: str, kind: str, narrow: str) -> str:
+        if element == "f32":
+            return value
+        return t.op(f"arith.truncf {value} : {kind} to {narrow}")
+
+    with t.function("store_kv", args, private=True):
+        zero, one, block = t.constant(0), t.constant(1), t.constant(KV_BLOCK)
+        tokens, team = step_word(t, StepWord.TOKENS), step_word(t, StepWord.TEAM)
+        positions = step_word(t, StepWord.POSITIONS, "!llvm.ptr")
+        slots = step_word(t, StepWord.SLOTS, "!llvm.ptr")
+        low, high = thread_share(t, tokens, "%tid", team)
+        with t.loop(low, high, one) as token:
+            position = t.load(t.gep(positions, token.index, "i64"), "i64", 8)
+            slot = t.load(t.gep(slots, token.index, "i64"), "i64", 8)
+            keys, capacity = layer_base(t, shape, slot)
+            key_head = t.mul(capacity, t.constant(shape.key))
+            values = t.gep(keys, t.mul(key_head, "%kv_heads"), element)
+            value_head = t.mul(capacity, t.constant(shape.value_stride))
+            number = t.binary("arith.divui", position, block)
+            lane = t.binary("arith.remui", position, block)
+            with t.loop(zero, "%kv_heads", one) as head:
+                source = t.gep("%k", t.mul(token.index, "%ldk"))
+                source = t.gep(source, t.mul(head.index, t.constant(shape.key)))
+                to = t.gep(keys, t.mul(head.index, key_head), element)
+                to = t.gep(to, t.mul(number, t.constant(shape.key * KV_BLOCK)), element)
+                to = t.gep(to, lane, element)
+                with t.loop(zero, t.constant(shape.key), one) as d:
+                    number_of = rounded(t.load(t.gep(source, d.index), "f32"), "f32", element)
+                    place = t.gep(to, t.mul(d.index, block), element)
+                    t.store(number_of, place, element, align)
+                source = t.gep("%v", t.mul(token.index, "%ldv"))
+                source = t.gep(source, t.mul(head.index, t.constant(shape.value)))
+                to = t.gep(values, t.mul(head.index, value_head), element)
+                to = t.gep(to, t.mul(position, t.constant(shape.value_stride)), element)
+                whole = shape.value // lanes * lanes
+                for e in range(0, whole, lanes):
+                    value = rounded(t.load(t.gep(source, e), vector), vector, cached)
+                    t.store(value, t.gep(to, e, element), cached, align)
+                for e in range(whole, shape.value):
+                    value = rounded(t.load(t.gep(source, e), "f32"), "f32", element)
+                    t.store(value, t.gep(to, e, element), element, align)
+                for e in range(shape.value, shape.value_stride):
+                    t.store(t.constant(0.0, element), t.gep(to, e, element), element, align)
+        t.line("return")
+
+
+_SPAN_ARGS = [
+    ("q", "!llvm.ptr"),
+    ("ldq", "i64"),
+    ("keys", "!llvm.ptr"),
+    ("values", "!llvm.ptr"),
+    ("low", "i64"),
+    ("last", "i64"),
+    ("window", "i64"),
+    ("scale", "f32"),
+    ("softcap", "f32"),
+    ("state", "!llvm.ptr"),
+    ("weights", "!llvm.ptr"),
+]
+
+
+def span_args(values: list[str]) -> list[tuple[str, str]]:
+    """Arguments of a span function with their types."""
+    return [(v, kind) for v, (_, kind) in zip(values, _SPAN_ARGS, strict=True)]
+
+
+def emit_span(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
+    """`span_NxH(q, ldq, keys, values, low, last, window, …, state, weights)`: the partial result of
+    N tokens at positions last, last + 1, … × H heads over cache positions low … low + KV_SPAN - 1.
+
+    Every token must see some position of the first block that the first token sees in the span.
+    """
+    with t.function(f"span_{rows.name}", _SPAN_ARGS, private=True):
+        _Span(t, target, shape, rows).write()
+        t.line("return")
+
+
+class _Span:
+    """Writes the body of one span function."""
+
+    def __init__(self, t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
+        self.t, self.target, self.shape, self.rows = t, target, shape, rows
+        self.lanes = target.lanes
+        self.vector = f"vector<{self.lanes}xf32>"
+        self.vectors = KV_BLOCK // self.lanes
+        self.pack = vm.Lanes(self.lanes)
+        self.columns = shape.value_stride // self.lanes
+
+    def write(self) -> None:
+        """The walk over the span's blocks, with running maxima and sums in registers."""
+        t, rows, vector = self.t, self.rows, self.vector
+        count = rows.count
+        self.zero, self.one, self.block = t.constant(0), t.constant(1), t.constant(KV_BLOCK)
+        self.empty = t.constant(0.0, vector)
+        self.lowest = t.op(f"arith.constant dense<0xFF800000> : {vector}")
+        self.scale = t.broadcast("%scale", vector)
+        self.sums = [t.gep("%state", r * self.shape.value_stride) for r in range(count)]
+        self.weights = [t.gep("%weights", r * KV_BLOCK) for r in range(count)]
+        self.firsts, self.lasts = self._limits()
+        for sums in self.sums:
+            for c in range(self.columns):
+                t.store(self.empty, t.gep(sums, c * self.lanes), vector)
+
+        start = t.mul(t.binary("arith.divui", self.firsts[0], self.block), self.block)
+        start = t.binary("arith.maxui", start, "%low")
+        end = t.add(self.lasts[-1], self.one)
+        end = t.binary("arith.minui", end, t.add("%low", t.constant(KV_SPAN)))
+        carried = [(self.lowest, vector)] * count + [(self.empty, vector)] * count
+        with t.loop(start, end, self.block, carried) as walk:
+            scores = self._scores(walk.index)
+            masks = self._masks(walk.index)
+            maxima, totals, factors = self._weigh(scores, masks, walk.carried)
+            walk.next = maxima + totals
+            self._add_values(walk.index, factors)
+        after = t.gep("%state", count * self.shape.value_stride)
+        for r, result in enumerate(walk.results):  # maxima, then sums
+            t.store(result, t.gep(after, r * self.lanes), vector)
+
+    def _limits(self) -> tuple[list[str], list[str]]:
+        """First and last position that each token sees."""
+        t = self.t
+        firsts, lasts = [], []
+        unlimited = t.compare("eq", "%window", self.zero)
+        for token in range(self.rows.tokens):
+            last = t.add("%last", t.constant(token))
+            edge = t.add(t.binary("arith.subi", last, "%window"), self.one)
+            edge = t.binary("arith.maxsi", edge, self.zero)
+            firsts.append(t.select(unlimited, self.zero, edge, "i64"))
+            lasts.append(last)
+        return firsts, lasts
+
+    def _widened(self, pointer: str) -> str:
+        """One vector of cached elements as f32."""
+        t, element = self.t, self.shape.element
+        if element == "f32":
+            return t.load(pointer, self.vector)
+        cached = f"vector<{self.lanes}x{element}>"
+        value = t.load(pointer, cached, 2)
+        return t.op(f"arith.extf {value} : {cached} to {self.vector}")
+
+    def _scores(self, start: str) -> dict[tuple[int, int], str]:
+        """Dot products of every row with the block's keys: one chain over the key dimension."""
+        t, shape, element = self.t, self.shape, self.shape.element
+        keys = t.gep("%keys", t.mul(start, t.constant(shape.key)), element)
+        queries = ["%q"]
+        for _ in range(1, self.rows.tokens):
+            queries.append(t.gep(queries[-1], "%ldq"))
+        places = [(r, j) for r in range(self.rows.count) for j in range(self.vectors)]
+        begun = [(self.empty, self.vector)] * len(places)
+        with t.loop(self.zero, t.constant(shape.key), self.one, begun) as depth:
+            row = t.gep(keys, t.mul(depth.index, self.block), element)
+            loaded = [
+                self._widened(t.gep(row, j * self.lanes, element)) for j in range(self.vectors)
+            ]
+            at_depth = [t.gep(query, depth.index) for query in queries]
+            query = ""
+            for chain, (r, j) in zip(depth.carried, places, strict=True):
+                if j == 0:
+                    token, head = divmod(r, self.rows.heads)
+                    scalar = t.load(t.gep(at_depth[token], head * shape.key), "f32")
+                    query = t.broadcast(scalar, self.vector)
+                depth.next.append(t.fma(query, loaded[j], chain, self.vector))
+        return dict(zip(places, depth.results, strict=True))
+
+    def _masks(self, start: str) -> list[list[str]]:
+        """For each token and vector of the block: which positions the token sees."""
+        t, lanes = self.t, self.lanes
+        whole, mask = f"vector<{lanes}xi64>", f"vector<{lanes}xi1>"
+        numbers = ", ".join(map(str, range(lanes)))
+        numbers = t.op(f"arith.constant dense<[{numbers}]> : {whole}")
+        here = []
+        for j in range(self.vectors):
+            base = t.broadcast(t.add(start, t.constant(j * lanes)), whole, "i64")
+            here.append(t.binary("arith.addi", base, numbers, whole))
+        masks = []
+        for first, last in zip(self.firsts, self.lasts, strict=True):
+            lower, upper = (t.broadcast(bound, whole, "i64") for bound in (first, last))
+            masks.append(
+                [
+                    t.binary(
+                        "arith.andi",
+                        t.compare("sge", positions, lower, whole),
+                        t.compare("sle", positions, upper, whole),
+                        mask,
+                    )
+                    for positions in here
+                ]
+            )
+        return masks
+
+    def _weigh(
+        self,
+        scores: dict[tuple[int, int], str],
+        masks: list[list[str]],
+        carried: list[str],
+    ) -> tuple[list[str], list[str], list[str]]:
+        """The running softmax: weights of the block go to memory; returns new maxima, new sums
+        (lane by lane) and the factors that earlier outputs shrink by."""
+        t, vector, lanes, count = self.t, self.vector, self.lanes, self.rows.count
+        maxima, totals, factors = [], [], []
+        for r, (token, _) in enumerate(self.rows.pairs()):
+            row = []
+            for j in range(self.vectors):
+                score = t.binary("arith.mulf", scores[r, j], self.scale, vector)
+                if self.shape.softcap:
+                    score = _soft_cap(t, score, vector, self.pack)
+                row.append(_masked(t, masks[token][j], score, self.lowest, lanes))
+            most = row[0]
+            for other in row[1:]:
+                most = vm.maximum(t, other, most, vector)
+            most = vm.reduce_vector(t, most, lanes, "max")
+            most = vm.maximum(t, most, carried[r], vector)
+            factor = vm.exp(t, t.binary("arith.subf", carried[r], most, vector), self.pack)
+            total = t.binary("arith.mulf", carried[count + r], factor, vector)
+            for j, score in enumerate(row):
+                weight = vm.exp(t, t.binary("arith.subf", score, most, vector), self.pack)
+                weight = _masked(t, masks[token][j], weight, self.empty, lanes)
+                t.store(weight, t.gep(self.weights[r], j * lanes), vector)
+                total = t.binary("arith.addf", total, weight, vector)
+            maxima.append(most)
+            totals.append(total)
+            factors.append(factor)
+        return maxima, totals, factors
+
+    def _add_values(self, start: str, factors: list[str]) -> None:
+        """outputs = outputs · factor + weights · values: one chain over the block's positions.
+
+        Where all tokens see the whole block they share each value read; at the edges each token
+        stops at its own positions, so that what it must not see cannot reach it, not even as a NaN.
+        """
+        t = self.t
+        end = t.add(start, self.block)
+        whole = t.binary(
+            "arith.andi",
+            t.compare("ule", self.firsts[-1], start),
+            t.compare("ule", end, t.add(self.lasts[0], self.one)),
+            "i1",
+        )
+        everyone = list(range(self.rows.count))
+
+        def together() -> list[str]:
+            self._chains(start, everyone, factors, self.zero, self.block)
+            return []
+
+        def apart() -> list[str]:
+            for token in range(self.rows.tokens):
+                low = t.binary("arith.subi", self.firsts[token], start)
+                low = t.binary("arith.maxsi", low, self.zero)
+                high = t.binary("arith.subi", t.add(self.lasts[token], self.one), start)
+                high = t.binary("arith.minsi", high, self.block)
+                mine = [r for r, (owner, _) in enumerate(self.rows.pairs()) if owner == token]
+                self._chains(start, mine, factors, low, high)
+            return []
+
+        t.choose(whole, together, apart, [])
+
+    def _chains(self, start: str, rows: list[int], factors: list[str], low: str, high: str) -> None:
+        """Positions start + low … start + high - 1 for some rows, a few columns at a time."""
+        t, shape, vector, lanes = self.t, self.shape, self.vector, self.lanes
+        stride = shape.value_stride
+        values = t.gep("%values", t.mul(start, t.constant(stride)), shape.element)
+        width = max(1, min(self.columns, (self.target.registers - 2) // (len(rows) + 1)))
+        for c in range(0, self.columns, width):
+            chunk = range(c, min(self.columns, c + width))
+            cells = [(r, column) for r in rows for column in chunk]
+            begun = []
+            for r, column in cells:
+                so_far = t.load(t.gep(self.sums[r], column * lanes), vector)
+                begun.append((t.binary("arith.mulf", so_far, factors[r], vector), vector))
+            with t.loop(low, high, self.one, begun) as position:
+                row = t.gep(values, t.mul(position.index, t.constant(stride)), shape.element)
+                loaded = [self._widened(t.gep(row, at * lanes, shape.element)) for at in chunk]
+                weight = ""
+                for chain, (r, column) in zip(position.carried, cells, strict=True):
+                    if column == c:
+                        scalar = t.load(t.gep(self.weights[r], position.index), "f32")
+                        weight = t.broadcast(scalar, vector)
+                    position.next.append(t.fma(weight, loaded[column - c], chain, vector))
+            for result, (r, column) in zip(position.results, cells, strict=True):
+                t.store(result, t.gep(self.sums[r], column * lanes), vector)
+
+
+def emit_merge(t: Text, target: Target, shape: AttentionShape, rows: int) -> None:
+    """`merge_R(state, part)`: state becomes the softmax over the positions of both."""
+    lanes, vector = target.lanes, f"vector<{target.lanes}xf32>"
+    pack = vm.Lanes(lanes)
+    with t.function(f"merge_{rows}", [("state", "!llvm.ptr"), ("part", "!llvm.ptr")], private=True):
+        stride = shape.value_stride
+        for r in range(rows):
+            at = [rows * stride + r * lanes, rows * stride + (rows + r) * lanes]
+            (old_max, old_sum), (new_max, new_sum) = (
+                [t.load(t.gep(side, place), vector) for place in at] for side in ("%state", "%part")
+            )
+            most = vm.maximum(t, old_max, new_max, vector)
+            old = vm.exp(t, t.binary("arith.subf", old_max, most, vector), pack)
+            new = vm.exp(t, t.binary("arith.subf", new_max, most, vector), pack)
+
+            def blend(left: str, right: str, old: str = old, new: str = new) -> str:
+                return t.fma(right, new, t.binary("arith.mulf", left, old, vector), vector)
+
+            t.store(most, t.gep("%state", at[0]), vector)
+            t.store(blend(old_sum, new_sum), t.gep("%state", at[1]), vector)
+            for c in range(0, stride, lanes):
+                place = t.gep("%state", r * stride + c)
+                left = t.load(place, vector)
+                right = t.load(t.gep("%part", r * stride + c), vector)
+                t.store(blend(left, right), place, vector)
+        t.line("return")
+
+
+def emit_finish(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
+    """`finish_NxH(state, out, ldo)`: outputs divided by the sum of their weights."""
+    lanes, vector = target.lanes, f"vector<{target.lanes}xf32>"
+    args = [("state", "!llvm.ptr"), ("out", "!llvm.ptr"), ("ldo", "i64")]
+    with t.function(f"finish_{rows.name}", args, private=True):
+        stride = shape.value_stride
+        outs = ["%out"]
+        for _ in range(1, rows.tokens):
+            outs.append(t.gep(outs[-1], "%ldo"))
+        for r, (token, head) in enumerate(rows.pairs()):
+            place = rows.count * stride + (rows.count + r) * lanes
+            total = vm.reduce_vector(t, t.load(t.gep("%state", place), vector), lanes, "sum")
+            out = t.gep(outs[token], head * shape.value)
+            for c in range(0, shape.value, lanes):
+                value = t.load(t.gep("%state", r * stride + c), vector)
+                value = t.binary("arith.divf", value, total, vector)
+                _store_part(t, value, out, c, shape, lanes)
+        t.line("return")
+
+
+def _soft_cap(t: Text, score: str, vector: str, pack: vm.Lanes) -> str:
+    """cap · tanh(score / cap)."""
+    cap = t.broadcast("%softcap", vector)
+    inner = vm.tanh(t, t.binary("arith.divf", score, cap, vector), pack)
+    return t.binary("arith.mulf", inner, cap, vector)
+
+
+def _masked(t: Text, mask: str, value: str, otherwise: str, lanes: int) -> str:
+    return t.op(
+        f"arith.select {mask}, {value}, {otherwise} : vector<{lanes}xi1>, vector<{lanes}xf32>"
+    )
+
+
+def _store_part(
+    t: Text, value: str, row: str, column: int, shape: AttentionShape, lanes: int
+) -> None:
+    """Stores the lanes of `value` that lie inside the value head."""
+    inside = min(lanes, shape.value - column)
+    if inside == lanes:
+        t.store(value, t.gep(row, column), f"vector<{lanes}xf32>")
+        return
+    for lane in range(inside):
+        element = t.op(f"vector.extract {value}[{lane}] : f32 from vector<{lanes}xf32>")
+        t.store(element, t.gep(row, column + lane), "f32")
