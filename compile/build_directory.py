@@ -17,9 +17,8 @@ fails leaves what was there usable.
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from buddy_pipeline.compile.cache import Cache, write_atomically
 from buddy_pipeline.compile.entry_files import (
@@ -30,69 +29,16 @@ from buddy_pipeline.compile.entry_files import (
     subgraph_name,
 )
 from buddy_pipeline.compile.manifest import Plan
+from buddy_pipeline.compile.partition_manifest import (
+    Entry,
+    ObjectEntry,
+    PartitionManifest,
+    parse_manifest,
+)
 from buddy_pipeline.compile.source import Source, read_source
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.partition.errors import UserError
-
-#: Raised whenever the meaning of a manifest's field changes.
-FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One partition in the manifest."""
-
-    number: int
-    name: str
-    unit: str
-    owner_ranks: tuple[int, ...]
-    template: str
-    source: str  # folder of its code below mlir/
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    files: dict[str, str]  # phase: file below mlir/
-    hashes: dict[str, str]  # phase: SHA-256
-
-
-@dataclass(frozen=True)
-class ObjectEntry:
-    """One object: its code's folder, the hashes of its MLIR, and its file once it is compiled."""
-
-    name: str
-    key: str
-    symbols: tuple[str, ...]
-    mlir: dict[str, str]  # file below mlir/: SHA-256
-    file: str | None = None  # below objects/
-    sha256: str | None = None
-    bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class PartitionManifest:
-    """`partition_manifest.json`."""
-
-    config: str  # SHA-256 of the configuration it was made from
-    made_with: dict[str, str]
-    variant: str
-    strategy: str
-    sharing: str
-    world: int
-    ranks: tuple[int, ...]  # whose partitions are here
-    split: tuple[int, ...]  # layers of each rank
-    counts: dict[str, int]
-    phases: dict[str, str | None]  # phase: combined entry file, if written
-    shared_by_phases: str
-    partitions: tuple[Entry, ...]
-    objects: tuple[ObjectEntry, ...]
-
-    def to_json(self) -> str:
-        """JSON text with a checksum, so that a change by hand is noticed."""
-        body = asdict(self)
-        return (
-            json.dumps({"format": FORMAT_VERSION, "checksum": _checksum(body), **body}, indent=1)
-            + "\n"
-        )
-
+from buddy_pipeline.partition.layers import block_role
 
 #: What the manifest says on prefill and decode.
 _SHARED = (
@@ -147,10 +93,21 @@ class BuildDirectory:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"build directory '{self.root}' cannot be made: {error.strerror}; give another one"
-                " with --build-dir"
-            ) from error
+            raise self._refused(error) from error
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Stores a file of this directory, if it differs; UserError if that cannot be."""
+        try:
+            if not path.exists() or path.read_bytes() != data:
+                write_atomically(path, data)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> UserError:
+        return UserError(
+            f"build directory '{self.root}' cannot be written: {error.strerror}; give another one"
+            " with --build-dir"
+        )
 
     def read_manifest(self) -> PartitionManifest:
         """The manifest; UserError if there is none, or it is of another version or was changed."""
@@ -164,11 +121,10 @@ class BuildDirectory:
             ) from None
         except (ValueError, OSError) as error:
             raise UserError(f"{self.manifest} cannot be read ({error}): {again}") from None
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT_VERSION:
-            raise UserError(f"{self.manifest} was written by another version: {again}")
-        if data.pop("checksum", None) != _checksum(data):
-            raise UserError(f"{self.manifest} was changed after it was written: {again}")
-        return _manifest(data)
+        try:
+            return parse_manifest(data)
+        except ValueError as error:
+            raise UserError(f"{self.manifest} {error}: {again}") from None
 
     def read_plan(self) -> Plan:
         """The plan; UserError if it is missing or not readable."""
@@ -186,7 +142,16 @@ class Share:
 
     ranges: tuple[range, ...]  # layers by rank
     ranks: tuple[int, ...]
-    owners: dict[str, tuple[int, ...]] = field(default_factory=dict)  # partition: ranks
+    owners: Mapping[str, tuple[int, ...]]  # partition: the ranks that run it
+
+    @staticmethod
+    def of(plan: Plan, ranges: Sequence[range], ranks: Sequence[int]) -> "Share":
+        """The share of `ranks` in a pipeline with these layers (index = rank)."""
+        owners: dict[str, tuple[int, ...]] = {p.name: () for p in plan.partitions}
+        for rank, layers in enumerate(ranges):
+            for partition in plan.for_rank(layers, block_role(rank, len(ranges))):
+                owners[partition.name] += (rank,)
+        return Share(tuple(ranges), tuple(ranks), owners)
 
     @property
     def split(self) -> tuple[int, ...]:
@@ -203,12 +168,14 @@ def write_imported(
     full_mlir: bool,
 ) -> PartitionManifest:
     """Writes the MLIR of the wanted partitions from the cache, then graph, plan and manifest."""
-    numbers = [n for n, p in enumerate(plan.partitions) if set(share.owners[p.name]) & set(share.ranks)]
+    numbers = [
+        n for n, p in enumerate(plan.partitions) if set(share.owners[p.name]) & set(share.ranks)
+    ]
     wanted = tuple(plan.partitions[n] for n in numbers)
     objects: list[ObjectEntry] = []
     for key in plan.objects(wanted):
         source = read_source(cache.source_folder(key))
-        source.write(directory.mlir / source.name)
+        source.write(directory.mlir / source.name, directory.write)
         objects.append(_object_entry(key, source))
     folders = {entry.key: entry.name for entry in objects}
 
@@ -220,7 +187,7 @@ def write_imported(
         for phase in PHASES:
             files[phase] = f"{subgraph_name(number, phase)}.mlir"
             text = emit_subgraph(plan, number, phase, f"{folder}/{folder}.mlir").encode()
-            write_atomically(directory.mlir / files[phase], text)
+            directory.write(directory.mlir / files[phase], text)
             hashes[phase] = hashlib.sha256(text).hexdigest()
         owners = share.owners[partition.name]
         entries.append(
@@ -242,7 +209,7 @@ def write_imported(
         for phase in PHASES:
             combined[phase] = f"{forward_name(phase)}.mlir"
             text = emit_forward(plan, numbers, phase).encode()
-            write_atomically(directory.mlir / f"{forward_name(phase)}.mlir", text)
+            directory.write(directory.mlir / f"{forward_name(phase)}.mlir", text)
 
     manifest = PartitionManifest(
         config=config_digest,
@@ -264,9 +231,9 @@ def write_imported(
         partitions=tuple(entries),
         objects=tuple(objects),
     )
-    write_atomically(directory.graph, cache.graph_path(plan.key).read_bytes())
-    write_atomically(directory.plan, plan.to_json().encode())
-    write_atomically(directory.manifest, manifest.to_json().encode())
+    directory.write(directory.graph, cache.graph_path(plan.key).read_bytes())
+    directory.write(directory.plan, plan.to_json().encode())
+    directory.write(directory.manifest, manifest.to_json().encode())
     return manifest
 
 
@@ -289,7 +256,7 @@ def current_keys(
             ) from None
         unchanged = _hashes(source) == entry.mlir
         keys[entry.key] = entry.key if unchanged else source.key(target, manifest.made_with)
-        source.write(cache.source_folder(keys[entry.key]))
+        source.write(cache.source_folder(keys[entry.key]), cache.write)
     return keys
 
 
@@ -307,9 +274,7 @@ def write_objects(
         if data is None:
             raise UserError(f"{cache.object_path(keys[entry.key])} was removed: compile again")
         file = f"{entry.name}.o"
-        path = directory.objects / file
-        if not path.exists() or path.read_bytes() != data:
-            write_atomically(path, data)
+        directory.write(directory.objects / file, data)
         digest = hashlib.sha256(data).hexdigest()
         hashes = _hashes(read_source(directory.mlir / entry.name))
         objects.append(
@@ -329,8 +294,8 @@ def write_objects(
     driver = keys.get(plan.driver, plan.driver)
     compiled = replace(manifest, objects=tuple(objects))
     plan = replace(plan, templates=templates, driver=driver)
-    write_atomically(directory.plan, plan.to_json().encode())
-    write_atomically(directory.manifest, compiled.to_json().encode())
+    directory.write(directory.plan, plan.to_json().encode())
+    directory.write(directory.manifest, compiled.to_json().encode())
     return compiled
 
 
@@ -371,35 +336,3 @@ def _hashes(source: Source) -> dict[str, str]:
         f"{source.name}/{name}": hashlib.sha256(text.encode()).hexdigest()
         for name, text in source.files().items()
     }
-
-
-def _checksum(body: Mapping[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _manifest(data: Mapping[str, Any]) -> PartitionManifest:
-    """The manifest of JSON data whose checksum is right."""
-    partitions = tuple(
-        Entry(
-            **{
-                **entry,
-                "owner_ranks": tuple(entry["owner_ranks"]),
-                "inputs": tuple(entry["inputs"]),
-                "outputs": tuple(entry["outputs"]),
-            }
-        )
-        for entry in data["partitions"]
-    )
-    objects = tuple(
-        ObjectEntry(**{**entry, "symbols": tuple(entry["symbols"])}) for entry in data["objects"]
-    )
-    return PartitionManifest(
-        **{
-            **data,
-            "ranks": tuple(data["ranks"]),
-            "split": tuple(data["split"]),
-            "partitions": partitions,
-            "objects": objects,
-        }
-    )

@@ -47,10 +47,7 @@ class Cache:
             for folder in ("plans", "sources", "objects", "locks"):
                 (cache.root / folder).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(
-                f"cache folder '{cache.root}' cannot be used: {error.strerror}; "
-                "give another one with --cache-dir"
-            ) from error
+            raise cache._refused(error) from error
         return cache
 
     def plan_path(self, key: str) -> Path:
@@ -73,14 +70,14 @@ class Cache:
         """A plan's text, or None."""
         try:
             return self.plan_path(key).read_text()
-        except (FileNotFoundError, UnicodeDecodeError):
+        except (OSError, UnicodeDecodeError):
             return None
 
     def read_object(self, key: str) -> bytes | None:
-        """An object file's bytes; None if it is missing, cut short or altered."""
+        """An object file's bytes; None if it is missing, unreadable, cut short or altered."""
         try:
             data = self.object_path(key).read_bytes()
-        except FileNotFoundError:
+        except OSError:
             return None
         start = len(_MAGIC) + 32
         if not data.startswith(_MAGIC) or len(data) <= start:
@@ -90,21 +87,39 @@ class Cache:
         return payload if whole else None
 
     def write_object(self, key: str, payload: bytes) -> None:
-        """Stores an object file under its key."""
+        """Stores an object file under its key; errors as in `write`."""
         checksum = hashlib.sha256(payload).digest()
-        write_atomically(self.object_path(key), _MAGIC + checksum + payload)
+        self.write(self.object_path(key), _MAGIC + checksum + payload)
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Stores a file of this cache; UserError if the folder is read-only or full."""
+        try:
+            write_atomically(path, data)
+        except OSError as error:
+            raise self._refused(error) from error
 
     @contextlib.contextmanager
     def lock(self, key: str, wait: bool = True) -> Iterator[bool]:
         """Held while a key is built; yields whether this process has it (always, with `wait`).
 
         Waiting polls, so that a rank that only waits can be interrupted and leaves the core alone.
-        The operating system releases the lock of a process that dies.
+        The operating system releases the lock of a process that dies. Raises UserError if the
+        folder is read-only or full.
         """
-        with open(self.root / "locks" / key, "w") as file:
+        try:
+            file = open(self.root / "locks" / key, "w")  # noqa: SIM115 (closed by the `with` below)
+        except OSError as error:
+            raise self._refused(error) from error
+        with file:
             while not (mine := _try_lock(file)) and wait:
                 time.sleep(0.05)
             yield mine  # closing the file gives the lock back
+
+    def _refused(self, error: OSError) -> UserError:
+        return UserError(
+            f"cache folder '{self.root}' cannot be used: {error.strerror}; "
+            "give another one with --cache-dir"
+        )
 
 
 def _try_lock(file: TextIO) -> bool:

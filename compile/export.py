@@ -19,6 +19,9 @@ from buddy_pipeline.compile.fx_nodes import graph_node
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph import GraphNode, NodeKind
 
+#: Characters of a reason that transformers or torch gives; some list every model there is.
+_LONGEST_REASON = 300
+
 
 @dataclass(frozen=True)
 class ExportedModel:
@@ -85,7 +88,13 @@ class _OneToken(torch.nn.Module):
 
 def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
     """The model on the meta device, and the values of its buffers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
+    from transformers import (
+        CONFIG_MAPPING,
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        AutoConfig,
+        AutoModelForCausalLM,
+    )
     from transformers.initialization import no_init_weights
 
     fields = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")}
@@ -95,21 +104,29 @@ def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarra
             "the model's config.json has no 'model_type'; add the one it was saved with"
         )
     fields.pop("quantization_config", None)
+    if model_type not in CONFIG_MAPPING:
+        raise UserError(
+            f"model type '{model_type}' is not known to the installed transformers "
+            f"{transformers.__version__}; correct it in config.json, or install a version that "
+            "knows it"
+        )
     try:
         settings = AutoConfig.for_model(model_type, **fields)
-    except (KeyError, ValueError) as error:
+    except Exception as error:
+        # Each class checks its entries in its own way, or trips over them.
+        raise UserError(_unusable(model_type, error)) from error
+    if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(
-            f"model type '{model_type}' is not known to the installed transformers: {_first(error)}"
-        ) from error
+            f"model type '{model_type}' has no causal language model in transformers; only such "
+            "models run here"
+        )
     with no_init_weights(), _parameters_on_meta():
         try:
             model = AutoModelForCausalLM.from_config(
                 settings, attn_implementation=register_attention(), dtype=torch.float32
             ).eval()
-        except ValueError as error:
-            raise UserError(
-                f"model type '{model_type}' has no causal language model: {_first(error)}"
-            ) from error
+        except Exception as error:
+            raise UserError(_unusable(model_type, error)) from error
     buffers = {
         name: buffer.detach().cpu().numpy()
         for name, buffer in model.named_buffers()
@@ -134,7 +151,7 @@ def _trace(model: torch.nn.Module, config: dict[str, Any]) -> torch.export.Expor
         # Whatever a model's own Python raises under tracing means the same to the user.
         raise UserError(
             f"model type '{config.get('model_type')}' cannot be exported as a graph of one token: "
-            f"{type(error).__name__}: {_first(error)}"
+            f"{_one_line(error)}"
         ) from error
 
 
@@ -157,6 +174,14 @@ def _parameters_on_meta() -> Iterator[None]:
         torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
 
 
-def _first(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _unusable(model_type: str, error: Exception) -> str:
+    return (
+        f"the model's config.json does not describe a model of type '{model_type}' that "
+        f"transformers can build: {_one_line(error)}"
+    )
+
+
+def _one_line(error: Exception) -> str:
+    """An error's type and message, cut where it would fill the screen."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:_LONGEST_REASON]}"

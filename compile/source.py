@@ -2,11 +2,10 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from buddy_pipeline.compile.cache import write_atomically
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.versions import source_digest
 
@@ -36,16 +35,16 @@ class Source:
         islands = {f"{symbol}.mlir": text for symbol, text in self.islands}
         return {f"{self.name}.mlir": self.module, **islands}
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, write: Callable[[Path, bytes], None]) -> None:
         """Writes the files, and last an index that `read_source` starts from."""
         for name, text in self.files().items():
-            write_atomically(folder / name, text.encode())
+            write(folder / name, text.encode())
         index = {
             "name": self.name,
             "symbols": self.symbols,
             "islands": [symbol for symbol, _ in self.islands],
         }
-        write_atomically(folder / INDEX, json.dumps(index).encode())
+        write(folder / INDEX, json.dumps(index).encode())
 
 
 def read_source(folder: Path) -> Source:

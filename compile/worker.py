@@ -13,14 +13,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from buddy_pipeline.compile.cache import Cache, write_atomically
+from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.granularity import Granularity, Sharing
 from buddy_pipeline.compile.source import read_source
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph_file import graph_to_json
 
-#: Address space that building one object may take; a pass that explodes fails instead of swapping.
+#: Address space that a worker may take: a pass that explodes, or a config.json with absurd sizes,
+#: fails instead of swapping.
 MEMORY_LIMIT = 12 << 30
 
 
@@ -28,6 +29,7 @@ def main() -> None:
     """Serves requests until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a compiler prints must not land among the answers
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, resource.RLIM_INFINITY))
     for line in sys.stdin:
         request = json.loads(line)
         started = time.perf_counter()
@@ -66,9 +68,9 @@ def _plan(cache: Cache, target: Target, request: dict[str, Any]) -> dict[str, An
     versions = compiler_versions()
     planned = make_plan(key, model, config, request["variant"], granularity, target, versions)
     for source_key, source in planned.sources.items():
-        source.write(cache.source_folder(source_key))
-    write_atomically(cache.graph_path(key), graph_to_json(model.nodes).encode())
-    write_atomically(cache.plan_path(key), planned.plan.to_json().encode())
+        source.write(cache.source_folder(source_key), cache.write)
+    cache.write(cache.graph_path(key), graph_to_json(model.nodes).encode())
+    cache.write(cache.plan_path(key), planned.plan.to_json().encode())
     return {
         "packages": imported - started,
         "export": exported - imported,
@@ -81,7 +83,6 @@ def _build(cache: Cache, target: Target, key: str) -> dict[str, Any]:
     from buddy_pipeline.compile.codegen import compile_object
     from buddy_pipeline.compile.lowering import lower_island, lower_kernel
 
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, resource.RLIM_INFINITY))
     source = read_source(cache.source_folder(key))
     modules = [lower_kernel(source.module)]
     modules += [lower_island(text, symbol) for symbol, text in source.islands]

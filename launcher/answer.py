@@ -7,7 +7,8 @@ import time
 from typing import TYPE_CHECKING
 
 from buddy_pipeline.launcher.generate import check_prompt_length, generate
-from buddy_pipeline.launcher.output import Result, Statistics, TextStream, check_writable
+from buddy_pipeline.launcher.output import Result, Statistics, TextStream
+from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.prompt import encode_prompt
 from buddy_pipeline.launcher.settings import RunSettings
 
@@ -23,7 +24,7 @@ def check_request(settings: RunSettings, tokenizer: Tokenizer, context_length: i
     """
     check_prompt_length(len(encode_prompt(settings.prompt, tokenizer)), context_length)
     if settings.json_path is not None:
-        check_writable(settings.json_path)
+        check_writable("--json", settings.json_path)
 
 
 def answer(engine: Engine, tokenizer: Tokenizer, settings: RunSettings) -> Result:

@@ -66,7 +66,9 @@ def read_messages(path: Path) -> list[Message]:
     try:
         messages = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"--messages {path} cannot be read: {error.strerror}") from None
+        raise UserError(
+            f"--messages {path} cannot be read ({error.strerror}): give a JSON file"
+        ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"--messages {path} is not valid JSON: {error}") from None
     if not isinstance(messages, list) or not messages:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import typer
 
 from buddy_pipeline.launcher import options
-from buddy_pipeline.launcher.console import print_error
+from buddy_pipeline.launcher.console import print_common_error
 from buddy_pipeline.launcher.default_command import DefaultCommandGroup
 from buddy_pipeline.launcher.settings import (
     CompileSettings,
@@ -18,8 +18,8 @@ from buddy_pipeline.launcher.settings import (
     VerifySettings,
 )
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.error_lines import USER_ERROR, describe
 
-_USER_ERROR = 2
 _INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 app = typer.Typer(
@@ -154,7 +154,8 @@ def verify(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line `arguments`, by default this process's, and returns the exit code.
 
-    0 for success, 2 for what the user can mend, with one line on standard error.
+    0 for success, 2 for what the user can mend and 1 for other faults, with one line on standard
+    error.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -163,13 +164,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = command.main(given or ["--help"], "buddy-pipeline", standalone_mode=False)
         return result if isinstance(result, int) else 0
     except _WRONG_USAGE as error:
-        message = error.format_message()  # type: ignore[attr-defined]
-    except UserError as error:
-        message = str(error)
+        message, code = error.format_message(), USER_ERROR  # type: ignore[attr-defined]
     except typer.Abort:
         return _INTERRUPTED
-    print_error(message)
-    return _USER_ERROR
+    except Exception as error:
+        message, code = describe(error)
+    if message:
+        print_common_error(message)
+    return code
 
 
 # typer does not export the base of its errors about options (click's UsageError, which newer

@@ -1,12 +1,15 @@
-"""Messages to the user, one line each, from one rank only."""
+"""Messages to the user from one rank only."""
 
-import sys
-
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.error_lines import print_error
 from buddy_pipeline.ranks.world import detect_launcher
 
 
-def print_error(message: str) -> None:
+def print_common_error(message: str) -> None:
     """Prints an error that every rank has found by itself, such as a wrong option: rank 0 does."""
-    launcher = detect_launcher()
+    try:
+        launcher = detect_launcher()
+    except UserError:  # what the environment says of ranks makes no sense
+        launcher = None
     if launcher is None or launcher.rank == 0:
-        print(f"buddy-pipeline: error: {' '.join(message.split())}", file=sys.stderr)
+        print_error(message)

@@ -48,9 +48,10 @@ def generate(
 
     The token that ends the sequence is yielded too; its text is not, except with
     `options.ignore_eos`, when control tokens are ordinary ones and the text spells them out. Raises
-    UserError for an empty prompt and for one longer than the context.
+    UserError for a prompt that is empty, longer than the context or not of the model's tokens.
     """
     check_prompt_length(len(prompt_ids), engine.context_length)
+    _check_vocabulary(prompt_ids, engine.vocab_size)
     sample = make_sampler(options)
     text_of = tokenizer.detokenizer(keep_special=options.ignore_eos)
     stops = StopTexts(options.stop)
@@ -94,6 +95,16 @@ def check_prompt_length(length: int, context: int) -> None:
         raise UserError(
             f"the prompt has {length} tokens, but the context holds {context}:"
             " shorten it or raise max_token_len in the spec"
+        )
+
+
+def _check_vocabulary(prompt_ids: Sequence[int], vocab_size: int) -> None:
+    """Raises UserError for tokens of a tokenizer that is not the model's."""
+    largest = max(prompt_ids)
+    if largest >= vocab_size:
+        raise UserError(
+            f"the tokenizer made token {largest}, but the model knows only {vocab_size}:"
+            " use the tokenizer that belongs to the model"
         )
 
 

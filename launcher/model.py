@@ -55,7 +55,7 @@ def open_model(settings: ModelSettings) -> Model:
         checkpoint=checkpoint,
         variant=variant,
         context=_context(spec, checkpoint.config),
-        layers=_layer_count(checkpoint.config),
+        layers=_layer_count(checkpoint),
     )
 
 
@@ -72,11 +72,17 @@ def _context(spec: Spec, config: dict[str, Any]) -> int:
     return spec.max_token_len
 
 
-def _layer_count(config: dict[str, Any]) -> int:
-    layers = _first_number(config, _LAYERS)
+def _layer_count(checkpoint: Checkpoint) -> int:
+    """The number of layers, checked before a graph of that many is made."""
+    layers = _first_number(checkpoint.config, _LAYERS)
     if layers is None:
         raise UserError(
             f"the model's config names no number of layers: add {_LAYERS[0]} to its config.json"
+        )
+    if layers > len(checkpoint.tensors):
+        raise UserError(
+            f"{checkpoint.path}: its configuration has {layers} layers, but the weights are only"
+            f" {len(checkpoint.tensors)} tensors; the two do not belong together"
         )
     return layers
 

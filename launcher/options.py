@@ -6,6 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from buddy_pipeline.launcher.numbers import number, whole_number
+from buddy_pipeline.launcher.paths import path
 
 _MODEL, _PROMPT, _SAMPLING = "Model", "Prompt", "Sampling"
 _PIPELINE, _OUTPUT = "Pipeline", "Output"
@@ -17,6 +18,10 @@ def _option(panel: str, text: str, *names: str, **how: Any) -> Any:
 
 def _whole(panel: str, text: str, *names: str, metavar: str = "N", least: int | None = None) -> Any:
     return _option(panel, text, *names, metavar=metavar, parser=whole_number(least))
+
+
+def _path(panel: str, text: str, *names: str) -> Any:
+    return _option(panel, text, *names, metavar="PATH", parser=path)
 
 
 def _number(panel: str, text: str, metavar: str) -> Any:
@@ -32,13 +37,13 @@ Variant = Annotated[
 ]
 LocalModel = Annotated[
     Path | None,
-    _option(_MODEL, "Hugging Face directory or .gguf file to take the weights from."),
+    _path(_MODEL, "Hugging Face directory or .gguf file to take the weights from."),
 ]
 
 Prompt = Annotated[str | None, _option(_PROMPT, "The prompt.")]
-PromptFile = Annotated[Path | None, _option(_PROMPT, "Text file with the prompt.")]
+PromptFile = Annotated[Path | None, _path(_PROMPT, "Text file with the prompt.")]
 Messages = Annotated[
-    Path | None, _option(_PROMPT, 'JSON file: a list of {"role": ..., "content": ...}.')
+    Path | None, _path(_PROMPT, 'JSON file: a list of {"role": ..., "content": ...}.')
 ]
 Raw = Annotated[bool, _option(_PROMPT, "Give the prompt as it is, without chat template.", "--raw")]
 
@@ -78,7 +83,7 @@ Split = Annotated[
     ),
 ]
 CacheDir = Annotated[
-    Path | None, _option(_PIPELINE, "Folder of compiled objects; default in the user's cache.")
+    Path | None, _path(_PIPELINE, "Folder of compiled objects; default in the user's cache.")
 ]
 Rank = Annotated[int, _whole(_PIPELINE, "The rank to compile for.", least=0)]
 World = Annotated[int, _whole(_PIPELINE, "How many ranks there are.", least=1)]
@@ -92,12 +97,12 @@ TargetCpu = Annotated[
 ]
 
 JsonFile = Annotated[
-    Path | None, _option(_OUTPUT, "Write ids, text and statistics to this file.", "--json")
+    Path | None, _path(_OUTPUT, "Write ids, text and statistics to this file.", "--json")
 ]
 TopLogits = Annotated[
     int, _whole(_OUTPUT, "Put the K best logits after the prompt in it.", metavar="K", least=0)
 ]
 Stats = Annotated[bool, _option(_OUTPUT, "Statistics on standard error.", "--stats/--no-stats")]
 Report = Annotated[
-    Path | None, _option(_OUTPUT, "File for the JSON report; default standard output.")
+    Path | None, _path(_OUTPUT, "File for the JSON report; default standard output.")
 ]

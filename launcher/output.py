@@ -55,9 +55,15 @@ class Result:
 
 
 class TextStream:
-    """Writes pieces of text to a terminal or pipe as they come."""
+    """Writes pieces of text to a terminal or pipe as they come.
 
-    def __init__(self, stream: TextIO) -> None:
+    Raises UserError for an output that is closed or full, BrokenPipeError for one whose reader has
+    gone.
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        if stream is None:
+            raise UserError("standard output is closed: leave it open, or send it to /dev/null")
         self._stream = stream
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -66,22 +72,21 @@ class TextStream:
 
     def write(self, text: str) -> None:
         """Writes and flushes a piece, if there is anything in it."""
-        if text:
+        if not text:
+            return
+        try:
             self._stream.write(text)
             self._stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise UserError(
+                f"standard output cannot be written ({error.strerror}): send it elsewhere"
+            ) from None
 
     def finish(self) -> None:
         """Ends the line, so that whatever is printed next begins its own."""
         self.write("\n")
-
-
-def check_writable(path: Path) -> None:
-    """Raises UserError if `write_json` could not write there, before any time is spent."""
-    folder = path.parent
-    if path.is_dir() or not folder.is_dir():
-        raise UserError(f"--json {path} cannot be written: give a file in a folder that exists")
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--json {path} cannot be written: {folder} is read-only")
 
 
 def write_json(path: Path, result: Result) -> None:

@@ -78,7 +78,9 @@ def _read_text(source: PromptSource) -> str:
     try:
         text = source.file.read_text(encoding="utf-8")
     except OSError as error:
-        raise UserError(f"--prompt-file {source.file} cannot be read: {error.strerror}") from None
+        raise UserError(
+            f"--prompt-file {source.file} cannot be read ({error.strerror}): give a text file"
+        ) from None
     except UnicodeDecodeError:
         raise UserError(f"--prompt-file {source.file} is not UTF-8 text: convert it") from None
     # Editors end a file with a newline that nobody means to ask the model about.

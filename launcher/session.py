@@ -8,8 +8,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from buddy_pipeline.compile.cache import Cache
+from buddy_pipeline.compile.manifest import Plan
+from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.answer import check_request
-from buddy_pipeline.launcher.loading import LoadedStage, StepSizes, load_stage
+from buddy_pipeline.launcher.building import plan_model
+from buddy_pipeline.launcher.loading import StepSizes, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.settings import RunSettings
 from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
@@ -58,13 +61,19 @@ def open_session(settings: RunSettings) -> Iterator[Session]:
     except UserError as error:
         exit_alone(error)
     with guarded(world):
-        prepared = _together(world, lambda: _prepare(world, settings))
-        session = _connect(world, prepared)
+        # What costs nothing to find out comes first. Then one rank of each host makes the plan, so
+        # that a model that cannot be planned is not tried by one rank after the other.
+        opened = _together(world, lambda: _open(world, settings))
+        if world.world > 1:
+            _together(world, lambda: _plan(world, opened) if world.local_rank == 0 else None)
+        plan, stage = _together(world, lambda: _load(world, opened, settings.threads))
+        session = _connect(world, opened, plan, stage)
         try:
             yield session
         except UserError as error:
-            if session.engine is not None:
-                session.engine.close()
+            if session.engine is None:
+                raise
+            session.engine.close()
             exit_alone(error)
         if session.engine is not None:
             session.engine.close()
@@ -72,47 +81,53 @@ def open_session(settings: RunSettings) -> Iterator[Session]:
 
 def _together(world: World, prepare: Callable[[], _T]) -> _T:
     """Runs a preparation on every rank; a user's error on any ends all."""
-    result, error = None, None
+    outcome: _T | UserError
     try:
-        result = prepare()
+        outcome = prepare()
     except UserError as mistake:
-        error = str(mistake)
-    agree(world, error)
-    assert result is not None
-    return result
+        outcome = mistake
+    agree(world, str(outcome) if isinstance(outcome, UserError) else None)
+    assert not isinstance(outcome, UserError)
+    return outcome
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """What a rank has before it meets the others to run."""
+class _Opened:
+    """What a rank knows before anything is compiled."""
 
     model: Model
     tokenizer: Tokenizer
-    loaded: LoadedStage
+    layers: range
+    cache: Cache
 
 
-def _prepare(world: World, settings: RunSettings) -> _Prepared:
+def _open(world: World, settings: RunSettings) -> _Opened:
     model = open_model(settings)
     layers = layer_ranges(model.layers, world.world, settings.split)[world.rank]
     tokenizer = open_tokenizer(model.checkpoint.tokenizer)
     if world.rank == 0:
         check_request(settings, tokenizer, model.context)
-    sizes = StepSizes(CHUNK, ROWS, SLOTS)
-    cache = Cache.open(settings.cache_dir)
-    show = world.rank == 0
-    return _Prepared(
-        model, tokenizer, load_stage(model, world, layers, settings.threads, sizes, cache, show)
-    )
+    return _Opened(model, tokenizer, layers, Cache.open(settings.cache_dir))
 
 
-def _connect(world: World, prepared: _Prepared) -> Session:
+def _plan(world: World, opened: _Opened) -> Plan:
+    return plan_model(opened.model, host_target(), opened.cache, show=world.rank == 0)[0]
+
+
+def _load(world: World, opened: _Opened, threads: int | None) -> tuple[Plan, Stage]:
+    """This rank's stage: its code compiled where it is missing, its weights packed."""
+    sizes, show = StepSizes(CHUNK, ROWS, SLOTS), world.rank == 0
+    loaded = load_stage(opened.model, world, opened.layers, threads, sizes, opened.cache, show)
+    return loaded.plan, loaded.stage
+
+
+def _connect(world: World, opened: _Opened, plan: Plan, stage: Stage) -> Session:
     """Puts the stage on the ring."""
-    stage, plan = prepared.loaded.stage, prepared.loaded.plan
-    bounds = Bounds(prepared.model.context, SLOTS, plan.vocab_size)
+    bounds = Bounds(opened.model.context, SLOTS, plan.vocab_size)
     ring: Transport | Loopback
     if world.world == 1:
         ring = Loopback(CHUNK, ROWS)
     else:
         ring = Transport(world, CHUNK, ROWS, stage.input_bytes, stage.output_bytes, bounds)
     engine = Engine(stage, ring, bounds) if world.rank == 0 else None
-    return Session(world.rank, engine, prepared.tokenizer, stage, ring)
+    return Session(world.rank, engine, opened.tokenizer, stage, ring)

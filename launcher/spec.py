@@ -94,8 +94,8 @@ def _read(name: str) -> str:
         return (resources.files("buddy_pipeline.launcher") / "specs" / f"{name}.json").read_text()
     if path.suffix != ".json" and path.name == name and not path.exists():
         raise UserError(
-            f"spec {name!r} is not one that ships with the program:"
-            f" {nearest(name, shipped_specs())}; or give the path of a JSON file"
+            f"spec {name!r} is neither one that ships with the program"
+            f" ({nearest(name, shipped_specs())}) nor the path of a JSON file"
         )
     try:
         return path.read_text(encoding="utf-8")

@@ -7,12 +7,15 @@ from buddy_pipeline.compile.service import verify_split
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.building import plan_model
 from buddy_pipeline.launcher.model import open_model
+from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.settings import VerifySettings
 from buddy_pipeline.partition.layers import layer_ranges
 
 
 def verify_command(settings: VerifySettings) -> int:
     """Writes the verifier's JSON report; exit code 0 if the partitions are exactly the graph."""
+    if settings.report is not None:
+        check_writable("--report", settings.report)
     model = open_model(settings)
     ranges = layer_ranges(model.layers, settings.world, settings.split)
     cache = Cache.open(None)

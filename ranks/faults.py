@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -14,18 +13,15 @@ from typing import NoReturn
 import numpy as np
 
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.error_lines import (
+    FAILURE,
+    SIGNAL_BASE,
+    USER_ERROR,
+    describe,
+    print_error,
+)
 from buddy_pipeline.ranks.waiting import IDLE
 from buddy_pipeline.ranks.world import World, detect_launcher
-
-USER_ERROR = 2
-"""Exit code for what the user can mend."""
-FAILURE = 1
-"""Exit code for everything else."""
-_SIGNAL_BASE = 128
-"""Added to the number of the signal that ended a process: its exit code, as shells have it."""
-
-TRACEBACK_VARIABLE = "BUDDY_PIPELINE_TRACEBACK"
-"""Environment variable that, when not empty, has `fatal` print the traceback as well."""
 
 # One byte that says whether the rank failed, then its message, cut to fit.
 _REPORT_BYTES = 4096
@@ -49,7 +45,7 @@ def agree(world: World, error: str | None) -> None:
         return
     if world.rank == 0:
         for line in _distinct(errors):
-            _print(line)
+            print_error(line)
     raise CollectiveExit(USER_ERROR)
 
 
@@ -64,7 +60,7 @@ def exit_alone(error: UserError) -> NoReturn:
     except UserError:
         launcher = None
     if launcher is None or not launcher.local_rank:
-        _print(str(error))
+        print_error(str(error))
     raise CollectiveExit(USER_ERROR)
 
 
@@ -94,21 +90,16 @@ def guarded(world: World) -> Iterator[None]:
 def fatal(world: World, error: BaseException) -> NoReturn:
     """Print one line about an error that only this rank has, and end the job on all ranks.
 
-    The exit code is 2 for a UserError and 1 otherwise. A world of one raises it as a SystemExit;
-    else MPI_Abort ends this process without returning, and what mpirun makes of the code is its
-    own affair, except that it is not 0 (MPICH's often has 9, for the ranks that it killed).
+    Message and exit code are `describe`'s. A world of one raises the code as a SystemExit; else
+    MPI_Abort ends this process without returning, and what mpirun makes of the code is its own
+    affair, except that it is not 0 (MPICH's often has 9, for the ranks that it killed).
     """
-    text = " ".join(str(error).split())
-    if not isinstance(error, UserError):
-        name = type(error).__name__
-        text = f"{name}: {text}" if text else name
-        if os.environ.get(TRACEBACK_VARIABLE):
-            traceback.print_exception(error)
-    if world.comm is None:
-        _print(text)
-    else:
-        _print(f"rank {world.rank} of {world.world} on {world.hostname}: {text}")
-    _abort(world, USER_ERROR if isinstance(error, UserError) else FAILURE)
+    text, code = describe(error)
+    if text and world.comm is not None:
+        text = f"rank {world.rank} of {world.world} on {world.hostname}: {text}"
+    if text:
+        print_error(text)
+    _abort(world, code)
 
 
 def _abort(world: World, code: int) -> NoReturn:
@@ -124,7 +115,7 @@ def _abort(world: World, code: int) -> NoReturn:
 
 def _on_signal(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
-    raise SystemExit(_SIGNAL_BASE + number)
+    raise SystemExit(SIGNAL_BASE + number)
 
 
 def _exit_code(leaving: SystemExit) -> int:
@@ -161,9 +152,3 @@ def _distinct(errors: list[str | None]) -> list[str]:
         else f"rank{'s' * (len(owners) > 1)} {', '.join(map(str, owners))}: {error}"
         for error, owners in ranks.items()
     ]
-
-
-def _print(text: str) -> None:
-    # One write: the lines of several ranks meet in one pipe and must not mix.
-    sys.stderr.write(f"buddy-pipeline: {text}\n")
-    sys.stderr.flush()

@@ -11,7 +11,7 @@ from buddy_pipeline.compile.formats.base import WeightFormat, panel_bytes
 from buddy_pipeline.compile.manifest import Parameter, WeightPart
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint import Checkpoint
-from buddy_pipeline.ranks.memory_blocks import aligned_zeros
+from buddy_pipeline.ranks.memory_blocks import ALIGNMENT, arena
 
 #: Elements of a weight that are read and packed at a time: 2 MB of f32, which stay in cache.
 _PIECE = 1 << 19
@@ -29,41 +29,64 @@ def check_parameters(parameters: Iterable[Parameter], checkpoint: Checkpoint) ->
 def pack_parameters(
     parameters: Iterable[Parameter], checkpoint: Checkpoint, threads: int
 ) -> Mapping[Parameter, np.ndarray]:
-    """Every parameter in its layout, aligned; equal parameters (a tied head) share memory."""
+    """Every parameter in its layout; equal parameters (a tied head) share memory.
+
+    They lie one after the other in the order given, the order of use, so that a step streams
+    through memory.
+    """
     wanted = list(dict.fromkeys(parameters))
+    sizes = [-(-packed_bytes(p) // ALIGNMENT) * ALIGNMENT for p in wanted]
+    memory = arena(sum(sizes))
+    starts = np.cumsum([0, *sizes])
+    places = [
+        memory[start : start + packed_bytes(p)] for p, start in zip(wanted, starts, strict=False)
+    ]
     with ThreadPoolExecutor(threads) as pool:
-        return dict(zip(wanted, pool.map(lambda p: pack(p, checkpoint), wanted), strict=True))
+        list(pool.map(lambda p, place: pack(p, checkpoint, place), wanted, places))
+    return dict(zip(wanted, places, strict=True))
 
 
-def pack(parameter: Parameter, checkpoint: Checkpoint) -> np.ndarray:
-    """One parameter in its layout.
+def packed_bytes(parameter: Parameter) -> int:
+    """Bytes of a parameter in its layout."""
+    if parameter.layout == "plain":
+        return 4 * math.prod(parameter.parts[0].shape)
+    panels = sum(_panel_counts(parameter))
+    if parameter.layout == "panel_bias":
+        return 4 * panels * parameter.panel
+    form = weight_format(parameter.form)
+    return panels * panel_bytes(form, parameter.parts[0].columns, parameter.panel)
 
-    "panels": uint8 [panels, panel bytes], parts one after the other, missing outputs of a part's
-    last panel zero. "panel_bias": float32 [panels · panel]. "plain": the elements as stored,
-    float32, one dimension.
+
+def pack(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:
+    """Writes one parameter in its layout to `place`, uint8 [packed_bytes], which holds zeros.
+
+    "panels": [panels, panel bytes], parts one after the other, missing outputs of a part's last
+    panel zero. "panel_bias": float32 [panels · panel]. "plain": the elements as stored, float32.
     """
     if parameter.layout == "panels":
-        return _pack_panels(parameter, checkpoint)
-    if parameter.layout == "panel_bias":
-        return _pack_bias(parameter, checkpoint)
-    part = parameter.parts[0]
-    info = checkpoint.expect(*part.weight, shape=part.shape)
-    result = aligned_zeros((math.prod(part.shape),), np.float32)
-    result[:] = checkpoint.read(info.name).reshape(-1)
-    return result
+        _pack_panels(parameter, checkpoint, place)
+    elif parameter.layout == "panel_bias":
+        _pack_bias(parameter, checkpoint, place)
+    else:
+        part = parameter.parts[0]
+        info = checkpoint.expect(*part.weight, shape=part.shape)
+        place.view(np.float32)[:] = checkpoint.read(info.name).reshape(-1)
 
 
-def _pack_panels(parameter: Parameter, checkpoint: Checkpoint) -> np.ndarray:
+def _panel_counts(parameter: Parameter) -> list[int]:
+    """Panels of each part."""
+    return [-(-part.rows // parameter.panel) for part in parameter.parts]
+
+
+def _pack_panels(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:
     form, width = weight_format(parameter.form), parameter.panel
-    counts = [-(-part.rows // width) for part in parameter.parts]
-    size = panel_bytes(form, parameter.parts[0].columns, width)
-    result = aligned_zeros((sum(counts), size), np.uint8)
+    counts = _panel_counts(parameter)
+    panels = place.reshape(sum(counts), -1)
     start = 0
     for part, count in zip(parameter.parts, counts, strict=True):
         name = checkpoint.expect(*part.weight, shape=part.shape).name
-        _pack_part(result[start : start + count], part, name, form, width, checkpoint)
+        _pack_part(panels[start : start + count], part, name, form, width, checkpoint)
         start += count
-    return result
 
 
 def _pack_part(
@@ -113,14 +136,10 @@ def _converted(dtype: str, rows: np.ndarray, name: str) -> np.ndarray:
     return ((bits + 0x7FFF + odd) >> 16).astype(np.uint16)
 
 
-def _pack_bias(parameter: Parameter, checkpoint: Checkpoint) -> np.ndarray:
-    width = parameter.panel
-    counts = [-(-part.rows // width) for part in parameter.parts]
-    result = aligned_zeros((sum(counts) * width,), np.float32)
-    start = 0
-    for part, count in zip(parameter.parts, counts, strict=True):
+def _pack_bias(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:
+    values, start = place.view(np.float32), 0
+    for part, count in zip(parameter.parts, _panel_counts(parameter), strict=True):
         if part.bias:
             name = checkpoint.expect(*part.bias, shape=(part.rows,)).name
-            result[start : start + part.rows] = checkpoint.read_rows(name, 0, part.rows)
-        start += count * width
-    return result
+            values[start : start + part.rows] = checkpoint.read_rows(name, 0, part.rows)
+        start += count * parameter.panel

@@ -258,16 +258,19 @@ class _Span:
     def _masks(self, start: str) -> list[list[str]]:
         """For each token and vector of the block: which positions the token sees."""
         t, lanes = self.t, self.lanes
-        whole, mask = f"vector<{lanes}xi64>", f"vector<{lanes}xi1>"
-        numbers = ", ".join(map(str, range(lanes)))
-        numbers = t.op(f"arith.constant dense<[{numbers}]> : {whole}")
+        whole, mask = f"vector<{lanes}xi32>", f"vector<{lanes}xi1>"
         here = []
         for j in range(self.vectors):
-            base = t.broadcast(t.add(start, t.constant(j * lanes)), whole, "i64")
-            here.append(t.binary("arith.addi", base, numbers, whole))
+            numbers = ", ".join(map(str, range(j * lanes, (j + 1) * lanes)))
+            here.append(t.op(f"arith.constant dense<[{numbers}]> : {whole}"))
+
+        def in_block(position: str) -> str:
+            relative = t.binary("arith.subi", position, start)
+            return t.broadcast(t.op(f"arith.trunci {relative} : i64 to i32"), whole, "i32")
+
         masks = []
         for first, last in zip(self.firsts, self.lasts, strict=True):
-            lower, upper = (t.broadcast(bound, whole, "i64") for bound in (first, last))
+            lower, upper = in_block(first), in_block(last)
             masks.append(
                 [
                     t.binary(
@@ -303,10 +306,14 @@ class _Span:
                 most = vm.maximum(t, other, most, vector)
             most = vm.reduce_vector(t, most, lanes, "max")
             most = vm.maximum(t, most, carried[r], vector)
-            factor = vm.exp(t, t.binary("arith.subf", carried[r], most, vector), self.pack)
+            factor = vm.exp_of_difference(
+                t, t.binary("arith.subf", carried[r], most, vector), self.pack
+            )
             total = t.binary("arith.mulf", carried[count + r], factor, vector)
             for j, score in enumerate(row):
-                weight = vm.exp(t, t.binary("arith.subf", score, most, vector), self.pack)
+                weight = vm.exp_of_difference(
+                    t, t.binary("arith.subf", score, most, vector), self.pack
+                )
                 weight = _masked(t, masks[token][j], weight, self.empty, lanes)
                 t.store(weight, t.gep(self.weights[r], j * lanes), vector)
                 total = t.binary("arith.addf", total, weight, vector)
@@ -385,8 +392,8 @@ def emit_merge(t: Text, target: Target, shape: AttentionShape, rows: int) -> Non
                 [t.load(t.gep(side, place), vector) for place in at] for side in ("%state", "%part")
             )
             most = vm.maximum(t, old_max, new_max, vector)
-            old = vm.exp(t, t.binary("arith.subf", old_max, most, vector), pack)
-            new = vm.exp(t, t.binary("arith.subf", new_max, most, vector), pack)
+            old = vm.exp_of_difference(t, t.binary("arith.subf", old_max, most, vector), pack)
+            new = vm.exp_of_difference(t, t.binary("arith.subf", new_max, most, vector), pack)
 
             def blend(left: str, right: str, old: str = old, new: str = new) -> str:
                 return t.fma(right, new, t.binary("arith.mulf", left, old, vector), vector)

@@ -11,9 +11,9 @@ from buddy_pipeline.launcher.output import (
     Result,
     Statistics,
     TextStream,
-    check_writable,
     write_json,
 )
+from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.partition.errors import UserError
 
 STATISTICS = Statistics(
@@ -82,10 +82,10 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_else(
 
 
 def test_a_place_that_cannot_be_written_is_refused_beforehand(tmp_path: Path) -> None:
-    check_writable(tmp_path / "out.json")
+    check_writable("--json", tmp_path / "out.json")
     for path in (tmp_path, tmp_path / "none" / "out.json"):
         with pytest.raises(UserError, match=r"--json .* cannot be written"):
-            check_writable(path)
+            check_writable("--json", path)
 
 
 def test_a_terminal_without_unicode_gets_a_question_mark() -> None:

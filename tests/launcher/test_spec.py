@@ -109,7 +109,7 @@ def test_a_spec_that_is_not_text_is_an_error(spec_file: Path) -> None:
 
 
 def test_an_unknown_name_lists_what_ships() -> None:
-    with pytest.raises(UserError, match=r"'smollm2-135' is not one that ships.*'smollm2-135m'"):
+    with pytest.raises(UserError, match=r"'smollm2-135' is neither one that ships.*'smollm2-135m'"):
         load_spec("smollm2-135")
 
 

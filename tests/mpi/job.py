@@ -47,7 +47,7 @@ def mpirun(
     job = subprocess.Popen(
         [MPIRUN, "-n", str(ranks), sys.executable, ROOT / "tests/mpi" / script]
         + [str(argument) for argument in arguments],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env=environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -72,6 +72,12 @@ def mpirun(
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
     return Ended(job.returncode, seen + stdout, stderr)
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, with `tests` importable too."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def gone(pid: int) -> bool:

@@ -24,7 +24,7 @@ def fail(fault: str, where: object) -> Ended:
 
 def messages(ended: Ended) -> list[str]:
     """Our lines on stderr; mpirun adds its own when ranks were killed."""
-    return re.findall(r"^buddy-pipeline: (.*)$", ended.stderr, re.MULTILINE)
+    return re.findall(r"^buddy-pipeline: error: (.*)$", ended.stderr, re.MULTILINE)
 
 
 @pytest.mark.parametrize("rank", EVERY_RANK)
@@ -63,14 +63,14 @@ def test_ranks_of_a_killed_mpirun_end_too() -> None:
 def test_one_rank_that_is_not_ready_is_named(rank: int) -> None:
     ended = fail("not_ready", rank)
     assert ended.code == 2
-    line = f"buddy-pipeline: rank {rank}: model m does not exist: give its path\n"
+    line = f"buddy-pipeline: error: rank {rank}: model m does not exist: give its path\n"
     assert ended.stderr == line
 
 
 def test_what_all_ranks_lack_is_said_once() -> None:
     ended = fail("not_ready", "all")
     assert ended.code == 2
-    assert ended.stderr == "buddy-pipeline: model m does not exist: give its path\n"
+    assert ended.stderr == "buddy-pipeline: error: model m does not exist: give its path\n"
 
 
 def test_different_lacks_are_all_said() -> None:
@@ -90,7 +90,7 @@ def test_a_user_error_amid_the_work_is_one_line(rank: int) -> None:
 def test_rank_0_can_send_the_others_home_amid_a_prefill() -> None:
     ended = fail("declines", 0)
     assert ended.code == 2
-    assert ended.stderr == "buddy-pipeline: stop string is empty: leave it out\n"
+    assert ended.stderr == "buddy-pipeline: error: stop string is empty: leave it out\n"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import pytest
 
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.affinity import CoreShare
-from buddy_pipeline.ranks.faults import TRACEBACK_VARIABLE, CollectiveExit, agree, guarded
+from buddy_pipeline.ranks.error_lines import TRACEBACK_VARIABLE
+from buddy_pipeline.ranks.faults import CollectiveExit, agree, guarded
 from buddy_pipeline.ranks.world import World
 
 ALONE = World(0, 1, 0, 1, "host", None, CoreShare((0,), exclusive=True))
@@ -36,7 +37,7 @@ def test_a_rank_that_is_not_ready_says_why(capfd: pytest.CaptureFixture[str]) ->
     with pytest.raises(CollectiveExit):
         agree(ALONE, "spec s has no model: name one")
     assert exit_code(lambda: agree(ALONE, "again")) == 2
-    assert "buddy-pipeline: spec s has no model: name one\n" in capfd.readouterr().err
+    assert "buddy-pipeline: error: spec s has no model: name one\n" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_an_exception_becomes_one_line(
     error: Exception, code: int, line: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert exit_code(raising(error)) == code
-    assert capfd.readouterr().err == f"buddy-pipeline: {line}\n"
+    assert capfd.readouterr().err == f"buddy-pipeline: error: {line}\n"
 
 
 def test_the_traceback_is_there_for_who_asks(

@@ -1,0 +1,93 @@
+"""Runs the installed command line as a user does, alone or under mpirun, and always ends it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.mpi.job import MPIRUN, Ended, environment
+
+COMMAND = Path(sys.executable).parent / "buddy-pipeline"
+TIMEOUT_S = 120.0
+"""Includes a cold compilation on a machine that is busy with other things."""
+
+
+def buddy_pipeline(
+    *arguments: object,
+    ranks: int = 1,
+    cache: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    command: Sequence[object] = (COMMAND,),
+) -> Ended:
+    """Run `buddy-pipeline ARGUMENTS`, under mpirun if there is more than one rank.
+
+    cache: its --cache-dir, for commands that have one. env: added to the environment. command:
+    what to start in place of the console script.
+    """
+    job = start(*arguments, ranks=ranks, cache=cache, env=env, command=command)
+    try:
+        stdout, stderr = job.communicate(timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"{arguments} did not end within {TIMEOUT_S} s")
+    finally:
+        end(job)
+    return Ended(job.returncode, stdout, stderr)
+
+
+def start(
+    *arguments: object,
+    ranks: int = 1,
+    cache: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    command: Sequence[object] = (COMMAND,),
+) -> subprocess.Popen[str]:
+    """Start what `buddy_pipeline` runs; give the job to `end` in the end."""
+    launcher = [MPIRUN, "-n", ranks] if ranks > 1 else []
+    where = ["--cache-dir", cache] if cache is not None else []
+    return subprocess.Popen(
+        [str(word) for word in (*launcher, *command, *arguments, *where)],
+        env={**environment(), **(env or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(job: subprocess.Popen[str]) -> None:
+    """Kill the job and all its ranks if it still runs."""
+    if job.poll() is None:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+    for stream in (job.stdout, job.stderr):
+        if stream is not None:
+            stream.close()
+
+
+def answer(json_path: Path, *arguments: object, ranks: int = 1, **how: Any) -> dict[str, Any]:
+    """The JSON of a run that succeeds."""
+    ended = buddy_pipeline(*arguments, "--json", json_path, ranks=ranks, **how)
+    assert ended.code == 0, ended.stderr
+    result: dict[str, Any] = json.loads(json_path.read_text(encoding="utf-8"))
+    return result
+
+
+def refusal(ended: Ended) -> str:
+    """The one line of a run that ended for something the user can mend."""
+    assert ended.code == 2, ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if not is_progress(line)]
+    assert len(lines) == 1, ended.stderr
+    assert lines[0].startswith("buddy-pipeline: error: ")
+    return lines[0].removeprefix("buddy-pipeline: error: ")
+
+
+def is_progress(line: str) -> bool:
+    """Whether a line of stderr only says how far compilation is."""
+    return line.startswith(("exported and planned ", "compiling"))
