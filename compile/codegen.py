@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import llvmlite.binding as llvm
 
+from buddy_pipeline.compile.object_file import note
 from buddy_pipeline.compile.target import Target
 
 
@@ -29,7 +30,7 @@ def compile_object(ir_texts: list[str], symbols: Sequence[str], target: Target) 
     """
     machine = target_machine(target)
     module = llvm.parse_assembly(ir_texts[0])
-    for text in ir_texts[1:]:
+    for text in [*ir_texts[1:], _identification(symbols, target)]:
         module.link_in(llvm.parse_assembly(text))
     module.triple = target.triple
     module.data_layout = str(machine.target_data)
@@ -47,3 +48,8 @@ def compile_object(ir_texts: list[str], symbols: Sequence[str], target: Target) 
     builder.getModulePassManager().run(module, builder)
     module.verify()
     return machine.emit_object(module)
+
+
+def _identification(symbols: Sequence[str], target: Target) -> str:
+    """LLVM IR that puts a note on what this is into the object's `.comment` section."""
+    return f'!llvm.ident = !{{!0}}\n!0 = !{{!"{note(tuple(symbols), target.cpu, target.triple)}"}}'

@@ -60,15 +60,12 @@ def host_target() -> Target:
 
 
 def named_target(cpu: str) -> Target:
-    """The target a user names: `host`, an x86-64 level or CPU, or an AArch64 or RISC-V triple.
-
-    Raises UserError for a name that LLVM does not know.
-    """
+    """The target with a name of its own: `host` or one of NAMED_TARGETS; UserError for others."""
     if cpu in ("", "host", "native"):
         return host_target()
-    if cpu in _NAMED:
-        return _NAMED[cpu]
-    known = ", ".join(["host", *_NAMED])
+    if cpu in NAMED_TARGETS:
+        return NAMED_TARGETS[cpu]
+    known = ", ".join(["host", *NAMED_TARGETS])
     raise UserError(f"target CPU '{cpu}' is not known; use one of {known}")
 
 
@@ -86,8 +83,9 @@ def _describe(triple: str, cpu: str, features: str, present: "dict[str, bool]") 
     raise UserError(f"architecture '{architecture}' has no kernels; use x86_64 or aarch64")
 
 
+#: Targets with names of their own. "host" is not among them.
 _LINUX_X86 = "x86_64-unknown-linux-gnu"
-_NAMED = {
+NAMED_TARGETS = {
     "x86-64-v4": Target(_LINUX_X86, "x86-64-v4", "", 512, 32, False),
     "x86-64-v3": Target(_LINUX_X86, "x86-64-v3", "", 256, 16, False),
     "aarch64": Target("aarch64-unknown-linux-gnu", "generic", "+neon", 128, 32, False),

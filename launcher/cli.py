@@ -10,10 +10,10 @@ from collections.abc import Sequence
 import typer
 
 from buddy_pipeline.launcher import options
+from buddy_pipeline.launcher.build_commands import add_build_commands
 from buddy_pipeline.launcher.console import print_common_error
 from buddy_pipeline.launcher.default_command import DefaultCommandGroup
 from buddy_pipeline.launcher.settings import (
-    CompileSettings,
     RunSettings,
     VerifySettings,
 )
@@ -97,36 +97,6 @@ def run(
     return run_command(settings)
 
 
-@app.command("compile", help="Compiles what one rank needs, so that a run starts at once.")
-def compile_rank(
-    *,
-    spec: options.Spec,
-    rank: options.Rank = 0,
-    world: options.World = 1,
-    variant: options.Variant = None,
-    local_model: options.LocalModel = None,
-    split: options.Split = None,
-    cache_dir: options.CacheDir = None,
-    jobs: options.Jobs = None,
-    target_cpu: options.TargetCpu = None,
-) -> int:
-    """Fills the object cache for one rank."""
-    settings = CompileSettings(
-        spec=spec,
-        variant=variant,
-        local_model=local_model,
-        rank=rank,
-        world=world,
-        split=_split(split),
-        jobs=jobs,
-        target_cpu=target_cpu,
-        cache_dir=cache_dir,
-    )
-    from buddy_pipeline.launcher.building import compile_command
-
-    return compile_command(settings)
-
-
 @app.command("verify", help="Checks that a split covers the model's whole graph, in order.")
 def verify(
     *,
@@ -149,6 +119,9 @@ def verify(
     from buddy_pipeline.launcher.verifying import verify_command
 
     return verify_command(settings)
+
+
+add_build_commands(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

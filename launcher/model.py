@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
@@ -42,6 +43,29 @@ class Model:
     """How the graph is cut, and what like parts share."""
 
 
+@dataclass(frozen=True)
+class ResolvedModel:
+    """What is known of a model without its weights."""
+
+    spec: Spec
+    path: Path
+    config: dict[str, Any]
+    variant: str
+    context: int
+    layers: int
+
+
+def resolve_model(settings: ModelSettings) -> ResolvedModel:
+    """Resolves the spec; of a Hugging Face directory only config.json must be there."""
+    from buddy_pipeline.ranks.checkpoint import read_config
+
+    spec = load_spec(settings.spec)
+    variant = compiled_variant(settings.variant or spec.variant).name
+    path = model_path(spec, settings.local_model)
+    config = read_config(path)
+    return ResolvedModel(spec, path, config, variant, _context(spec, config), _layers(config))
+
+
 def open_model(settings: ModelSettings) -> Model:
     """Resolves the spec and opens the checkpoint; UserError for whatever does not fit."""
     from buddy_pipeline.ranks.checkpoint import open_checkpoint
@@ -74,15 +98,20 @@ def _context(spec: Spec, config: dict[str, Any]) -> int:
 
 def _layer_count(checkpoint: Checkpoint) -> int:
     """The number of layers, checked before a graph of that many is made."""
-    layers = _first_number(checkpoint.config, _LAYERS)
-    if layers is None:
-        raise UserError(
-            f"the model's config names no number of layers: add {_LAYERS[0]} to its config.json"
-        )
+    layers = _layers(checkpoint.config)
     if layers > len(checkpoint.tensors):
         raise UserError(
             f"{checkpoint.path}: its configuration has {layers} layers, but the weights are only"
             f" {len(checkpoint.tensors)} tensors; the two do not belong together"
+        )
+    return layers
+
+
+def _layers(config: dict[str, Any]) -> int:
+    layers = _first_number(config, _LAYERS)
+    if layers is None:
+        raise UserError(
+            f"the model's config names no number of layers: add {_LAYERS[0]} to its config.json"
         )
     return layers
 

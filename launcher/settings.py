@@ -55,6 +55,45 @@ class CompileSettings(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BuildSettings(ModelSettings):
+    """`buddy-pipeline gen-config`: how a model is cut and for what it is compiled."""
+
+    strategy: str
+    """The split strategy's name."""
+    whole_graph: bool
+    """One module without templates, for comparison."""
+    target_triple: str | None
+    target_cpu: str | None
+    target_features: str | None
+    """LLVM's names; None is this machine's."""
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """What every stage on a build directory takes."""
+
+    build_dir: Path | None
+    """None is the folder of the configuration."""
+    cache_dir: Path | None
+    jobs: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportSettings:
+    """`buddy-pipeline import`."""
+
+    rank: int | None
+    """Whose partitions are written; None is every rank's."""
+    world: int
+    split: tuple[int, ...] | None
+    full_mlir: bool
+    weights: bool
+    reuse_weights: bool
+    direct_weights: bool
+    debug_wrappers: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifySettings(ModelSettings):
     """`buddy-pipeline verify`: the structural check of a split."""
 
