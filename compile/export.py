@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 
 from buddy_pipeline.compile.attention_op import register_attention
-from buddy_pipeline.compile.fx_nodes import graph_node
+from buddy_pipeline.compile.fx_nodes import graph_node, is_identity
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph import GraphNode, NodeKind
 
@@ -51,6 +51,9 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     signature = program.graph_signature
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif is_identity(node):
+            node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
     graph.eliminate_dead_code()
 

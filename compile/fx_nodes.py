@@ -137,6 +137,17 @@ def is_view(node: Node) -> bool:
     return node.target in _PERMUTING_OPS and _keeps_order(node, source, value)
 
 
+def is_identity(node: Node) -> bool:
+    """Whether the node's value is its input's: a dropout that is off, a conversion to what it is.
+
+    Only some layers have them (GPT-2's first reads the embeddings through a dropout), so they would
+    keep layers from being of one structure.
+    """
+    if not is_view(node):
+        return False
+    return value_of(node.all_input_nodes[0]).shape == value_of(node).shape
+
+
 def _keeps_order(node: Node, source: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether a permutation moves only dimensions of size 1."""
     rank = source.dim()

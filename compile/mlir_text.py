@@ -187,8 +187,8 @@ class Text:
         return self.op(f"vector.broadcast {scalar} : {element} to {vector}")
 
     def fma(self, left: str, right: str, addend: str, vector: str) -> str:
-        """left · right + addend with one rounding."""
-        return self.op(f"vector.fma {left}, {right}, {addend} : {vector}")
+        """left · right + addend with one rounding (`vector.fma` would leave that to the target)."""
+        return self.op(f"math.fma {left}, {right}, {addend} : {vector}")
 
     def call(self, name: str, args: Sequence[tuple[str, str]], result: str = "") -> str:
         """Calls `@name`; returns the result's name when there is one."""

@@ -89,7 +89,13 @@ NAMED_TARGETS = {
     "x86-64-v4": Target(_LINUX_X86, "x86-64-v4", "", 512, 32, False),
     "x86-64-v3": Target(_LINUX_X86, "x86-64-v3", "", 256, 16, False),
     "aarch64": Target("aarch64-unknown-linux-gnu", "generic", "+neon", 128, 32, False),
+    # What the RVA23 profile asks for.
     "riscv64": Target(
-        "riscv64-unknown-linux-gnu", "generic-rv64", "+m,+a,+f,+d,+v", 128, 32, False
+        "riscv64-unknown-linux-gnu",
+        "generic-rv64",
+        "+m,+a,+f,+d,+v,+zfhmin,+zvfhmin",
+        128,
+        32,
+        False,
     ),
 }

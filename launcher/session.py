@@ -12,7 +12,7 @@ from buddy_pipeline.compile.manifest import Plan
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.answer import check_request
 from buddy_pipeline.launcher.building import plan_model
-from buddy_pipeline.launcher.loading import StepSizes, load_stage
+from buddy_pipeline.launcher.loading import LoadedStage, StepSizes, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.settings import RunSettings
 from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
@@ -66,8 +66,8 @@ def open_session(settings: RunSettings) -> Iterator[Session]:
         opened = _together(world, lambda: _open(world, settings))
         if world.world > 1:
             _together(world, lambda: _plan(world, opened) if world.local_rank == 0 else None)
-        plan, stage = _together(world, lambda: _load(world, opened, settings.threads))
-        session = _connect(world, opened, plan, stage)
+        loaded = _together(world, lambda: _load(world, opened, settings.threads))
+        session = _connect(world, opened, loaded)
         try:
             yield session
         except UserError as error:
@@ -114,16 +114,16 @@ def _plan(world: World, opened: _Opened) -> Plan:
     return plan_model(opened.model, host_target(), opened.cache, show=world.rank == 0)[0]
 
 
-def _load(world: World, opened: _Opened, threads: int | None) -> tuple[Plan, Stage]:
-    """This rank's stage: its code compiled where it is missing, its weights packed."""
-    sizes, show = StepSizes(CHUNK, ROWS, SLOTS), world.rank == 0
-    loaded = load_stage(opened.model, world, opened.layers, threads, sizes, opened.cache, show)
-    return loaded.plan, loaded.stage
+def _load(world: World, opened: _Opened, threads: int | None) -> LoadedStage:
+    sizes = StepSizes(CHUNK, ROWS, SLOTS)
+    show = world.rank == 0
+    return load_stage(opened.model, world, opened.layers, threads, sizes, opened.cache, show)
 
 
-def _connect(world: World, opened: _Opened, plan: Plan, stage: Stage) -> Session:
+def _connect(world: World, opened: _Opened, loaded: LoadedStage) -> Session:
     """Puts the stage on the ring."""
-    bounds = Bounds(opened.model.context, SLOTS, plan.vocab_size)
+    stage = loaded.stage
+    bounds = Bounds(opened.model.context, SLOTS, loaded.plan.vocab_size)
     ring: Transport | Loopback
     if world.world == 1:
         ring = Loopback(CHUNK, ROWS)

@@ -100,6 +100,14 @@ class Reference(NamedTuple):
     steps: np.ndarray  # float32 [new_tokens, vocab], logits after each of `tokens`
 
 
+def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
+    """The config.json of a tiny model, with every field that transformers would write."""
+    from transformers import AutoConfig
+
+    settings = AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES[family], **overrides})
+    return settings.to_dict()
+
+
 def tiny_checkpoint(
     path: Path,
     family: str,

@@ -124,9 +124,9 @@ def interleave(rows: np.ndarray, panels: np.ndarray, group: int) -> None:
     if depth % group:
         rows = np.pad(rows, ((0, 0), (0, -depth % group)))
     whole = count // width
-    groups = panels.shape[1]
-    split = rows[: whole * width].reshape(whole, width, groups, group)
+    steps = panels.shape[1]
+    split = rows[: whole * width].reshape(whole, width, steps, group)
     panels[:whole] = split.transpose(0, 2, 1, 3)
     rest = rows[whole * width :]
     if len(rest):
-        panels[whole, :, : len(rest)] = rest.reshape(len(rest), groups, group).transpose(1, 0, 2)
+        panels[whole, :, : len(rest)] = rest.reshape(len(rest), steps, group).transpose(1, 0, 2)

@@ -24,6 +24,7 @@ from buddy_pipeline.compile.kernels.attention_parts import (
     rows_of,
     span_args,
     state_bytes,
+    token_parts,
 )
 from buddy_pipeline.compile.kernels.step import barrier, declare_barrier, step_word
 from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SPAN, SPLIT_UNITS, StepWord
@@ -57,7 +58,7 @@ def attention_scratch_bytes(target: Target, shape: AttentionShape) -> int:
 
 def partial_bytes(target: Target, shape: AttentionShape) -> int:
     """Bytes of one span's partial result of one token and KV head."""
-    return sum(state_bytes(target, shape, r.heads) for r in rows_of(target, shape) if r.tokens == 1)
+    return sum(state_bytes(target, shape, rows.heads) for rows in token_parts(target, shape))
 
 
 def emit_attention(target: Target, shape: AttentionShape) -> str:
@@ -73,7 +74,7 @@ def emit_attention(target: Target, shape: AttentionShape) -> str:
         emit_merge(t, target, shape, count)
     for rows in all_rows:
         _emit_tile(t, target, shape, rows)
-    single = [rows for rows in all_rows if rows.tokens == 1]
+    single = token_parts(target, shape)
     together = max((rows.tokens for rows in all_rows), default=1)
     _emit_token(t, shape, single)
     _emit_units(t, shape, together)

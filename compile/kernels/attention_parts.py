@@ -58,15 +58,24 @@ class Rows:
         return [(token, head) for token in range(self.tokens) for head in range(self.heads)]
 
 
+def token_parts(target: Target, shape: AttentionShape) -> list[Rows]:
+    """The tiles that one token's heads go through, in order: parts of equal and smaller size."""
+    most = _most_rows(target)
+    return [Rows(1, min(most, shape.group - start)) for start in range(0, shape.group, most)]
+
+
 def rows_of(target: Target, shape: AttentionShape) -> list[Rows]:
-    """The tiles that a kernel is made of: one token's heads (in parts, if they are many), and as
-    many neighbouring tokens as fit the registers beside the key vectors and one broadcast."""
+    """The different tiles that a kernel is made of: those of one token, and as many neighbouring
+    tokens as fit the registers."""
+    single = dict.fromkeys(token_parts(target, shape))
+    together = _most_rows(target) // shape.group
+    return [*single] if together < 2 else [*single, Rows(together, shape.group)]
+
+
+def _most_rows(target: Target) -> int:
+    """Query rows whose score vectors fit the registers beside the key vectors and one broadcast."""
     vectors = KV_BLOCK // target.lanes
-    most = max(1, (target.registers - vectors - 1) // vectors)
-    parts = [min(most, shape.group - start) for start in range(0, shape.group, most)]
-    single = [Rows(1, heads) for heads in parts]
-    together = most // shape.group
-    return [*dict.fromkeys(single)] if together < 2 else [*single, Rows(together, shape.group)]
+    return max(1, (target.registers - vectors - 1) // vectors)
 
 
 def state_bytes(target: Target, shape: AttentionShape, rows: int) -> int:
@@ -91,11 +100,6 @@ def emit_store(t: Text, target: Target, shape: AttentionShape) -> None:
     vector, cached = f"vector<{lanes}xf32>", f"vector<{lanes}x{element}>"
     align = 4 if element == "f32" else 2
 
-    def rounded(value: str, kind: str, narrow: str) -> str:
-        if element == "f32":
-            return value
-        return t.op(f"arith.truncf {value} : {kind} to {narrow}")
-
     with t.function("store_kv", args, private=True):
         zero, one, block = t.constant(0), t.constant(1), t.constant(KV_BLOCK)
         tokens, team = step_word(t, StepWord.TOKENS), step_word(t, StepWord.TEAM)
@@ -118,7 +122,8 @@ def emit_store(t: Text, target: Target, shape: AttentionShape) -> None:
                 to = t.gep(to, t.mul(number, t.constant(shape.key * KV_BLOCK)), element)
                 to = t.gep(to, lane, element)
                 with t.loop(zero, t.constant(shape.key), one) as d:
-                    number_of = rounded(t.load(t.gep(source, d.index), "f32"), "f32", element)
+                    number_of = t.load(t.gep(source, d.index), "f32")
+                    number_of = vm.narrowed(t, number_of, element, vm.Lanes(0), target)
                     place = t.gep(to, t.mul(d.index, block), element)
                     t.store(number_of, place, element, align)
                 source = t.gep("%v", t.mul(token.index, "%ldv"))
@@ -127,10 +132,12 @@ def emit_store(t: Text, target: Target, shape: AttentionShape) -> None:
                 to = t.gep(to, t.mul(position, t.constant(shape.value_stride)), element)
                 whole = shape.value // lanes * lanes
                 for e in range(0, whole, lanes):
-                    value = rounded(t.load(t.gep(source, e), vector), vector, cached)
+                    value = t.load(t.gep(source, e), vector)
+                    value = vm.narrowed(t, value, element, vm.Lanes(lanes), target)
                     t.store(value, t.gep(to, e, element), cached, align)
                 for e in range(whole, shape.value):
-                    value = rounded(t.load(t.gep(source, e), "f32"), "f32", element)
+                    value = t.load(t.gep(source, e), "f32")
+                    value = vm.narrowed(t, value, element, vm.Lanes(0), target)
                     t.store(value, t.gep(to, e, element), element, align)
                 for e in range(shape.value, shape.value_stride):
                     t.store(t.constant(0.0, element), t.gep(to, e, element), element, align)
@@ -198,7 +205,10 @@ class _Span:
         start = t.binary("arith.maxui", start, "%low")
         end = t.add(self.lasts[-1], self.one)
         end = t.binary("arith.minui", end, t.add("%low", t.constant(KV_SPAN)))
-        carried = [(self.lowest, vector)] * count + [(self.empty, vector)] * count
+        # Maxima start at the lowest finite number: where all scores of a block, or of a span, are
+        # -inf, exp(-inf - maximum) is then 0, not NaN.
+        least = t.op(f"arith.constant dense<0xFF7FFFFF> : {vector}")
+        carried = [(least, vector)] * count + [(self.empty, vector)] * count
         with t.loop(start, end, self.block, carried) as walk:
             scores = self._scores(walk.index)
             masks = self._masks(walk.index)

@@ -10,6 +10,7 @@ count and team.
 from functools import partial
 
 from buddy_pipeline.compile.formats.base import BLOCK_K, TileShape, WeightFormat, row_bytes
+from buddy_pipeline.compile.kernels import vector_math as vm
 from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
@@ -197,20 +198,17 @@ class _Linear:
             end = t.mul(_ceil_div(t, "%depth", self.form.unit), t.constant(self.form.unit))
             nothing = t.constant(0.0, element)
 
-            def rounded(value: str, kind: str, narrow: str) -> str:
-                if element == "f32":
-                    return value
-                return t.op(f"arith.truncf {value} : {kind} to {narrow}")
-
             with t.loop(zero, "%rows", one) as row:
                 source = t.gep("%x", t.mul(row.index, "%ldx"))
                 to = t.gep("%to", t.mul(row.index, t.constant(self.row_bytes)), "i8")
                 narrow = f"vector<{lanes}x{element}>"
                 with t.loop(zero, whole, width) as k:
-                    value = rounded(t.load(t.gep(source, k.index), vector), vector, narrow)
+                    value = t.load(t.gep(source, k.index), vector)
+                    value = vm.narrowed(t, value, element, vm.Lanes(lanes), self.target)
                     t.store(value, t.gep(to, k.index, element), narrow, self.activation)
                 with t.loop(whole, "%depth", one) as k:
-                    value = rounded(t.load(t.gep(source, k.index), "f32"), "f32", element)
+                    value = t.load(t.gep(source, k.index), "f32")
+                    value = vm.narrowed(t, value, element, vm.Lanes(0), self.target)
                     t.store(value, t.gep(to, k.index, element), element, self.activation)
                 with t.loop("%depth", end, one) as k:
                     t.store(nothing, t.gep(to, k.index, element), element, self.activation)

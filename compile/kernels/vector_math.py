@@ -7,6 +7,7 @@ polynomials. Errors are a few units in the last place (tests compare with float6
 from dataclasses import dataclass
 
 from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.compile.target import Target
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,30 @@ def reduce_vector(t: Text, vector: str, lanes: int, combine: str) -> str:
             vector = t.binary("arith.addf", vector, other, kind)
         step //= 2
     return vector
+
+
+def narrowed(t: Text, x: str, element: str, lanes: Lanes, target: Target) -> str:
+    """f32 rounded to the nearest `element` ("f32", "bf16" or "f16"), ties to even.
+
+    Only a CPU that multiplies bf16 also converts to it; elsewhere LLVM would call a library.
+    """
+    if element == "f32":
+        return x
+    f, narrow = lanes.of("f32"), lanes.of(element)
+    if element == "f16" or target.bf16_dot:
+        return t.op(f"arith.truncf {x} : {f} to {narrow}")
+    i, half = lanes.of("i32"), lanes.of("i16")
+    bits = t.op(f"arith.bitcast {x} : {f} to {i}")
+    sixteen = t.constant(16, i)
+    odd = t.binary("arith.andi", t.binary("arith.shrui", bits, sixteen, i), t.constant(1, i), i)
+    upper = t.binary("arith.addi", bits, t.constant(0x7FFF, i), i)
+    upper = t.binary("arith.shrui", t.binary("arith.addi", upper, odd, i), sixteen, i)
+    # The sum would carry a NaN's payload into its exponent.
+    nan = t.op(f"arith.cmpf uno, {x}, {x} : {f}")
+    kinds = f"{lanes.of('i1')}, {i}" if lanes.lanes else i
+    upper = t.op(f"arith.select {nan}, {t.constant(0x7FC0, i)}, {upper} : {kinds}")
+    upper = t.op(f"arith.trunci {upper} : {i} to {half}")
+    return t.op(f"arith.bitcast {upper} : {half} to {narrow}")
 
 
 _TANH_TOP = (

@@ -1,0 +1,1 @@
+"""What the benchmarks share: limits of the machine, work of a model, contestants, tables."""

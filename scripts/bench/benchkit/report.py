@@ -1,0 +1,119 @@
+"""What every benchmark prints: the machine, a table, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import typer
+
+from buddy_pipeline.compile.cache import write_atomically
+from buddy_pipeline.compile.target import host_target
+from buddy_pipeline.launcher.paths import check_writable
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.affinity import available_cores
+
+_USER_ERROR = 2
+
+
+def main(command: Any) -> None:
+    """Runs a script's command; a user's mistake is one line and exit code 2."""
+    try:
+        typer.run(command)
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(_USER_ERROR)
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on."""
+    target = host_target()
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "cpu": _cpu_model(),
+        "llvm_cpu": target.cpu,
+        "vector_bits": target.vector_bits,
+        "cores": len(available_cores()),
+        "load": os.getloadavg()[0],
+        "python": platform.python_version(),
+    }
+
+
+def describe(facts: dict[str, Any]) -> str:
+    """`machine()` in one line."""
+    return (
+        f"{facts['date']}, {facts['cpu']} ({facts['llvm_cpu']}, {facts['vector_bits']}-bit vectors)"
+        f", {facts['cores']} cores, load average {facts['load']:.1f} at the start"
+    )
+
+
+def summary(samples: Sequence[float]) -> dict[str, Any]:
+    """Median, smallest, largest, and all samples in order."""
+    return {
+        "median": median(samples),
+        "min": min(samples),
+        "max": max(samples),
+        "samples": list(samples),
+    }
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Rows of text in columns, the first left-aligned, the others right-aligned."""
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
+        return "  ".join(cells).rstrip()
+
+    return "\n".join([line(head), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+def check_json_path(path: Path | None) -> None:
+    """Raises UserError, before anything is measured, if the JSON cannot be written there."""
+    if path is not None:
+        check_writable("--json", path)
+
+
+def write_json(path: Path | None, data: dict[str, Any]) -> None:
+    """Writes the report, if one is wanted."""
+    if path is not None:
+        write_atomically(path, (json.dumps(data, indent=2) + "\n").encode())
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """The positive numbers of a list such as "1,2"; UserError naming the option otherwise."""
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise UserError(f"{option} {text!r} must be positive whole numbers, such as 1,2")
+    return numbers
+
+
+def team_sizes(text: str | None) -> tuple[int, ...]:
+    """The team sizes of --threads; UserError for more than there are cores."""
+    cores = len(available_cores())
+    if text is None:
+        return tuple(dict.fromkeys((1, cores)))
+    sizes = whole_numbers("--threads", text)
+    if max(sizes) > cores:
+        raise UserError(f"--threads {text} asks for more than the {cores} cores of this process")
+    return sizes
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

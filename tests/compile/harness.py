@@ -1,0 +1,308 @@
+"""Lowers, compiles, loads and calls one kernel on NumPy arrays.
+
+Memory that a kernel must not depend on (scratch, row padding, cache positions nobody has written)
+is filled with NaN, and memory that it must not write is checked to be as before.
+"""
+
+import ctypes
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buddy_pipeline.compile.codegen import compile_object
+from buddy_pipeline.compile.formats import FORMATS, WeightFormat
+from buddy_pipeline.compile.formats.base import panel_bytes
+from buddy_pipeline.compile.kernels import attention, driver, embedding, linear
+from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
+from buddy_pipeline.compile.loader import Library
+from buddy_pipeline.compile.lowering import lower_kernel
+from buddy_pipeline.compile.manifest import KV_SPAN, SPLIT_UNITS, KvLayer, StepWord
+from buddy_pipeline.compile.target import Target, host_target, named_target
+from buddy_pipeline.ranks.kv_cache import KvCache
+from buddy_pipeline.ranks.memory_blocks import aligned_zeros
+
+#: Unit roundoff of float32.
+ROUNDOFF = 2.0**-24
+
+#: Cached elements as NumPy sees them; all bits of a 16-bit word but the sign are a NaN in bf16 and
+#: in f16.
+_CACHED = {"f32": np.float32, "bf16": np.uint16, "f16": np.uint16}
+_CTYPES = {"!llvm.ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "f32": ctypes.c_float}
+
+Arguments = Sequence[Any]
+
+
+def runnable_targets() -> list[Any]:
+    """Parameters for a test that runs code: the x86-64 levels that this CPU has, and the host."""
+    import llvmlite.binding as llvm
+
+    features = llvm.get_host_cpu_features()
+    needs = {
+        "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
+        "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
+        "host": (),
+    }
+    return [
+        pytest.param(
+            named_target(name),
+            id=name,
+            marks=pytest.mark.skipif(
+                not all(features.get(f) for f in wanted), reason=f"this CPU is no {name}"
+            ),
+        )
+        for name, wanted in needs.items()
+    ]
+
+
+@functools.cache
+def kernel_object(text: str, symbol: str, target: Target) -> bytes:
+    """The object file of a module that an emitter wrote."""
+    return compile_object([lower_kernel(text)], [symbol], target)
+
+
+@functools.cache
+def load(text: str, symbol: str, target: Target, kinds: tuple[str, ...]) -> Callable[..., None]:
+    """A kernel as a function of arrays, integers and floats; None is a null pointer."""
+    objects = [
+        kernel_object(text, symbol, target),
+        kernel_object(driver.emit_driver(target), driver.DRIVER, target),
+    ]
+    library = Library(objects, [symbol])
+    types = [_CTYPES[kind] for kind in kinds]
+    function = ctypes.CFUNCTYPE(None, *types)(library.address(symbol))
+
+    def call(*arguments: Any) -> None:
+        assert library is not None  # lives as long as the function does
+        plain = [a.ctypes.data if isinstance(a, np.ndarray) else a for a in arguments]
+        function(*plain)
+
+    return call
+
+
+def in_team(team: int, work: Callable[[int], None]) -> None:
+    """Runs `work(tid)` on a team of threads at once; ctypes calls leave the interpreter lock."""
+    threads = [threading.Thread(target=work, args=(tid,)) for tid in range(1, team)]
+    for thread in threads:
+        thread.start()
+    work(0)
+    for thread in threads:
+        thread.join()
+
+
+def aligned(shape: tuple[int, ...], value: float = np.nan) -> np.ndarray:
+    """An array of float32 aligned as kernels expect, filled with `value`."""
+    result = aligned_zeros(shape, np.float32)
+    result.fill(value)
+    return result
+
+
+def row_stride(elements: int) -> int:
+    """Elements from one row of an activation to the next, with at least one of padding."""
+    return elements // 32 * 32 + 32
+
+
+def rows_of(array: np.ndarray, stride: int | None = None) -> np.ndarray:
+    """A copy of activations [tokens, elements] with NaN behind every row."""
+    result = aligned((len(array), stride or row_stride(array.shape[1])))
+    result[:, : array.shape[1]] = array
+    return result
+
+
+def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
+    """float32 numbers rounded to the nearest of "f32", "bf16" or "f16", ties to even."""
+    if dtype == "f32":
+        return values
+    if dtype == "f16":
+        return values.astype(np.float16).astype(np.float32)
+    return (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
+
+
+def bf16_bits(values: np.ndarray) -> np.ndarray:
+    """The upper halves of float32 numbers, rounded to the nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values).view(np.uint32).astype(np.uint64)
+    upper = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, upper).astype(np.uint16)
+
+
+def panels_of(weight: np.ndarray, target: Target, form: WeightFormat) -> np.ndarray:
+    """[outputs, inputs], rounded to the format's numbers, as packed panels."""
+    outputs, inputs = weight.shape
+    count = -(-outputs // target.panel)
+    panels = aligned_zeros((count, panel_bytes(form, inputs, target.panel)), np.uint8)
+    sources = {"f32": weight, "f16": weight.astype(np.float16), "bf16": bf16_bits(weight)}
+    form.pack(sources[form.source], panels)
+    return panels
+
+
+def run_linear(
+    target: Target,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None = None,
+    team: int = 1,
+    form: str = "f32",
+) -> np.ndarray:
+    """x [tokens, inputs] · weightᵀ [outputs, inputs] + bias through the linear kernel."""
+    tokens, depth = x.shape
+    outputs = len(weight)
+    kernel = _linear_kernel(target, form)
+    packed = panels_of(weight, target, FORMATS[form])
+    width = packed.shape[0] * target.panel
+    padded_bias = None
+    if bias is not None:
+        padded_bias = aligned((width,), 0.0)
+        padded_bias[:outputs] = bias
+    rows = rows_of(x)
+    out = aligned((tokens + 1, row_stride(width)), 7.0)
+    size = linear.linear_scratch_bytes(target, FORMATS[form], depth) // 4
+
+    def work(tid: int) -> None:
+        scratch = aligned((size + 16,))
+        kernel(
+            rows,
+            rows.shape[1],
+            out,
+            out.shape[1],
+            packed,
+            padded_bias,
+            tokens,
+            depth,
+            len(packed),
+            tid,
+            team,
+            scratch,
+        )
+        assert np.isnan(scratch[size:]).all(), "wrote behind its scratch"
+
+    in_team(team, work)
+    assert (out[:, width:] == 7.0).all(), "wrote behind a row"
+    assert (out[tokens:] == 7.0).all(), "wrote behind the last row"
+    return out[:tokens, :outputs]
+
+
+@functools.cache
+def _linear_kernel(target: Target, form: str) -> Callable[..., None]:
+    kinds = tuple(kind for _, kind in linear.SIGNATURE)
+    text = linear.emit_linear(target, FORMATS[form])
+    return load(text, linear.linear_name(FORMATS[form]), target, kinds)
+
+
+def run_embedding(
+    target: Target, ids: np.ndarray, table: np.ndarray, team: int = 1, form: str = "f32"
+) -> np.ndarray:
+    """table [vocabulary, depth] [ids] through the embedding kernel."""
+    kernel = _embedding_kernel(target, form)
+    packed = panels_of(table, target, FORMATS[form])
+    out = aligned((len(ids) + 1, row_stride(table.shape[1])), 7.0)
+
+    def work(tid: int) -> None:
+        kernel(ids, 1, packed, out, out.shape[1], len(ids), table.shape[1], tid, team)
+
+    in_team(team, work)
+    assert (out[:, table.shape[1] :] == 7.0).all() and (out[len(ids) :] == 7.0).all()
+    return out[: len(ids), : table.shape[1]]
+
+
+@functools.cache
+def _embedding_kernel(target: Target, form: str) -> Callable[..., None]:
+    kinds = tuple(kind for _, kind in embedding.SIGNATURE)
+    text = embedding.emit_embedding(target, FORMATS[form])
+    return load(text, embedding.embedding_name(FORMATS[form]), target, kinds)
+
+
+class Attending:
+    """An attention kernel with a KV cache of two layers, of which it is the second."""
+
+    def __init__(
+        self,
+        target: Target,
+        shape: AttentionShape,
+        kv_heads: int = 1,
+        slots: int = 1,
+        context: int = 128,
+        scale: float = 0.25,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> None:
+        self.shape, self.kv_heads = shape, kv_heads
+        self.scale, self.window, self.softcap = scale, window, softcap
+        kinds = tuple(kind for _, kind in attention.SIGNATURE)
+        self._kernel = load(_attention_text(target, shape), shape.name, target, kinds)
+        self._scratch_bytes = attention.attention_scratch_bytes(target, shape)
+        self._partial_bytes = attention.partial_bytes(target, shape)
+        layer = KvLayer(kv_heads, shape.key, shape.value, shape.cache)
+        self.cache = KvCache([KvLayer(1, 3, 5, shape.cache), layer], slots, context)
+        self.memory = [m.view(_CACHED[shape.cache]) for m in self.cache._memory]
+        for memory in self.memory:
+            memory.fill(0x7FFF if memory.dtype == np.uint16 else np.nan)
+
+    def step(
+        self,
+        q: np.ndarray,
+        k: np.ndarray,
+        v: np.ndarray,
+        positions: Sequence[int] | np.ndarray,
+        slots: Sequence[int] | np.ndarray | None = None,
+        team: int = 1,
+    ) -> np.ndarray:
+        """One step: q [tokens, heads, key], k and v [tokens, kv heads, …] to [tokens, heads,
+        value]; the cache keeps k and v."""
+        tokens = len(q)
+        place = np.array(positions, np.int64)
+        slot = np.zeros(tokens, np.int64) if slots is None else np.array(slots, np.int64)
+        rows = [rows_of(part.reshape(tokens, -1)) for part in (q, k, v)]
+        width = self.shape.group * self.kv_heads * self.shape.value
+        out = aligned((tokens + 1, row_stride(width)), 7.0)
+        stride = self._scratch_bytes + 64
+        scratch = aligned((team * stride // 4,))
+        spans = -(-self.cache.capacity // KV_SPAN)
+        partials = aligned((SPLIT_UNITS * team * spans * self._partial_bytes // 4 + 16,))
+        barrier = aligned_zeros((16,), np.int64)
+        record = np.zeros(len(StepWord), np.int64)
+        for word, value in {
+            StepWord.TOKENS: tokens,
+            StepWord.POSITIONS: place.ctypes.data,
+            StepWord.SLOTS: slot.ctypes.data,
+            StepWord.TEAM: team,
+            StepWord.BARRIER: barrier.ctypes.data,
+            StepWord.SLOT_BASE: self.cache.bases.ctypes.data,
+            StepWord.SLOT_CAPACITY: self.cache.capacities.ctypes.data,
+            StepWord.SCRATCH: scratch.ctypes.data,
+            StepWord.SCRATCH_STRIDE: stride,
+            StepWord.PARTIALS: partials.ctypes.data,
+        }.items():
+            record[word.value] = value
+        arguments: list[Any] = []
+        for row in (*rows, out):
+            arguments += [row, row.shape[1]]
+        arguments += [self.kv_heads, self.cache.offsets[1], self.scale, self.window, self.softcap]
+        in_team(team, lambda tid: self._kernel(*arguments, record, tid))
+        gaps = scratch.reshape(team, -1)[:, -16:]
+        assert np.isnan(gaps).all(), "wrote behind its scratch"
+        assert np.isnan(partials[-16:]).all(), "wrote behind the partial results"
+        assert (out[:, width:] == 7.0).all() and (out[tokens:] == 7.0).all()
+        return out[:tokens, :width].reshape(tokens, -1, self.shape.value)
+
+
+@functools.cache
+def _attention_text(target: Target, shape: AttentionShape) -> str:
+    return attention.emit_attention(target, shape)
+
+
+@functools.cache
+def host() -> Target:
+    """The CPU that the tests run on."""
+    return host_target()
+
+
+def assert_same_bits(left: np.ndarray, right: np.ndarray) -> None:
+    """Equal in every bit, NaN included."""
+    assert left.dtype == right.dtype == np.float32 and left.shape == right.shape
+    unequal = np.flatnonzero(
+        np.ascontiguousarray(left).view(np.uint32) != np.ascontiguousarray(right).view(np.uint32)
+    )
+    assert len(unequal) == 0, f"{len(unequal)} of {left.size} differ, first at {unequal[0]}"

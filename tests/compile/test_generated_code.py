@@ -1,0 +1,238 @@
+"""What the compilers make of our kernels: vectors in the hot loops, nothing of libm, and objects
+that link, for every target, also those that cannot run here."""
+
+import functools
+import itertools
+import re
+from dataclasses import dataclass, replace
+
+import pytest
+
+from buddy_pipeline.compile.codegen import compile_object, optimise, target_machine
+from buddy_pipeline.compile.formats import FORMATS
+from buddy_pipeline.compile.formats.base import TileShape
+from buddy_pipeline.compile.kernels import attention, driver, embedding, linear
+from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
+from buddy_pipeline.compile.kernels.step import BARRIER
+from buddy_pipeline.compile.lowering import lower_island, lower_kernel
+from buddy_pipeline.compile.target import Target, named_target
+from buddy_pipeline.compile.templates import emit_template, island_symbol
+from tests.compile.assembly import Code, functions
+from tests.compile.elf import MACHINES, read_elf
+from tests.compile.models import large_llama
+
+TARGETS = [named_target(n) for n in ("x86-64-v4", "x86-64-v3", "aarch64", "riscv64")]
+WITH_BF16 = replace(named_target("x86-64-v4"), features="+avx512bf16", bf16_dot=True)
+on_each_target = pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.triple[:7] + t.cpu[-3:])
+on_each_target_and_form = pytest.mark.parametrize(
+    ("target", "form"),
+    [*itertools.product(TARGETS, FORMATS), (WITH_BF16, "bf16")],
+    ids=lambda v: v if isinstance(v, str) else f"{v.triple[:7]}{v.cpu[-3:]}{v.features[:12]}",
+)
+
+SHAPES = [AttentionShape(64, 64, 3, False, "f32"), AttentionShape(45, 45, 7, True, "bf16")]
+
+#: What LLVM makes of loops that copy or clear; every process has it.
+C_LIBRARY = {"memcpy", "memset"}
+#: What a target's whole vectors look like in assembly.
+WHOLE_VECTOR = {"x86-64-v4": "%zmm", "x86-64-v3": "%ymm", "generic": r"v\d+\.4s"}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A kernel at each step of compilation."""
+
+    ir: str
+    code: dict[str, Code]
+    object: bytes
+
+    def parts(self, prefix: str) -> dict[str, Code]:
+        """The functions whose names start so."""
+        found = {name: body for name, body in self.code.items() if name.startswith(prefix)}
+        assert found
+        return found
+
+    def ir_parts(self, prefix: str) -> dict[str, str]:
+        """The functions of the LLVM IR, before any optimisation, whose names start so."""
+        bodies = dict(re.findall(r"^define [^@\n]*@(\w+)\((.*?)^}", self.ir, re.M | re.S))
+        found = {name: body for name, body in bodies.items() if name.startswith(prefix)}
+        assert found
+        return found
+
+
+@functools.cache
+def built(text: str, symbol: str, target: Target) -> Built:
+    ir = lower_kernel(text)
+    module = optimise([ir], [symbol], target)
+    # The object first: code generation changes the module.
+    data = target_machine(target).emit_object(module)
+    return Built(ir, functions(module, target), data)
+
+
+def built_linear(target: Target, form: str) -> Built:
+    name = linear.linear_name(FORMATS[form])
+    return built(linear.emit_linear(target, FORMATS[form]), name, target)
+
+
+def built_attention(target: Target, shape: AttentionShape) -> Built:
+    return built(attention.emit_attention(target, shape), shape.name, target)
+
+
+def tile_shape(name: str) -> TileShape:
+    rows, panels = map(int, re.findall(r"\d+", name))
+    return TileShape(rows, panels)
+
+
+def has_whole_vectors(code: Code, target: Target) -> bool:
+    pattern = WHOLE_VECTOR.get(target.cpu)
+    return pattern is None or bool(code.with_word(pattern))
+
+
+@on_each_target_and_form
+def test_linear_tiles_multiply_and_add_whole_vectors_only(target: Target, form: str) -> None:
+    wanted = r"^vdpbf16ps" if target.bf16_dot else r"^(vfn?madd|fmla|vfmacc|vfmadd)"
+    for name, tile in built_linear(target, form).parts("tile_").items():
+        chains = len(tile_shape(name).places(target))
+        loops = [loop for loop in tile.innermost_loops() if loop.packed()]
+        assert loops, name
+        assert tile.scalar() == [], name
+        for loop in loops:
+            fused = loop.with_word(wanted)
+            assert fused == loop.packed(), name
+            assert len(fused) % chains == 0, name
+            assert has_whole_vectors(loop, target), name
+
+
+@on_each_target_and_form
+def test_accumulators_of_linear_tiles_stay_in_registers(target: Target, form: str) -> None:
+    """A tile that is too large for the registers would store with every step. (LLVM's scheduler
+    moves one vector of weights through memory in AVX-512's largest tile, once in 48.)"""
+    if form == "bf16" and not target.bf16_dot:
+        pytest.skip("both widened halves of a pair do not fit beside the accumulators")
+    stores = r"^vmov\w+ %[xyz]mm\d+, .*\(|^st[rp] |^vs\w*\d*\.v |^vse\d|^vs\dr"
+    for name, tile in built_linear(target, form).parts("tile_").items():
+        for loop in tile.innermost_loops():
+            assert 24 * len(loop.with_word(stores)) <= len(loop.packed()), name
+
+
+@on_each_target
+def test_linear_tiles_before_optimisation(target: Target) -> None:
+    """One aligned load for each vector of weights, fused multiply-adds, no other arithmetic."""
+    lanes = target.lanes
+    for name, body in built_linear(target, "f32").ir_parts("tile_").items():
+        shape = tile_shape(name)
+        columns = shape.panels * target.panel_vectors
+        fused = re.findall(rf"call <{lanes} x float> @llvm\.fma\.v{lanes}f32", body)
+        assert fused and len(fused) % (shape.rows * columns) == 0, name
+        assert not re.search(r"\b(fmul|fadd|fsub|fdiv|fmuladd)\b", body), name
+        # A vector of weights serves all rows; besides there are the bias and the sums so far.
+        loads = re.findall(rf"load <{lanes} x float>, ptr %\w+, align (\d+)", body)
+        assert len(loads) == len(fused) // shape.rows + columns + shape.rows * columns, name
+        assert set(loads) == {str(4 * lanes)}, name
+        assert len(re.findall("load float,", body)) == len(fused) // columns, name
+
+
+@on_each_target
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+def test_attention_computes_in_vectors_only(target: Target, shape: AttentionShape) -> None:
+    kernel = built_attention(target, shape)
+    for name, span in kernel.parts("span_").items():
+        assert span.scalar() == [], name
+        loops = [loop for loop in span.innermost_loops() if loop.packed()]
+        assert len(loops) >= 2, name  # scores, and values
+        assert all(has_whole_vectors(loop, target) for loop in loops), name
+    for name, merge in kernel.parts("merge_").items():
+        assert merge.packed() and merge.scalar() == [], name
+
+
+@functools.cache
+def island_code(target: Target) -> dict[str, Code]:
+    """The islands of a llama of real size, by place."""
+    llama = large_llama()
+    code = {}
+    for place, island in llama.islands(target).items():
+        ir = lower_island(llama.text(island), "island")
+        code[place] = functions(optimise([ir], ["island"], target), target)["island"]
+    return code
+
+
+@on_each_target
+def test_loops_of_llama_islands_compute_in_vectors_only(target: Target) -> None:
+    """Rotary tables, both norms with their residuals, rotation, SwiGLU, the last residual."""
+    islands = island_code(target)
+    assert len(islands) == 6
+    for place, code in islands.items():
+        loops = [loop for loop in code.innermost_loops() if loop.packed()]
+        assert loops, place
+        assert [line for loop in loops for line in loop.scalar()] == [], place
+        assert code.with_word(r"vp?gather|vp?scatter|vluxei|vloxei") == [], place
+
+
+@on_each_target
+def test_islands_of_llama_call_nothing_of_libm(target: Target) -> None:
+    for place, code in island_code(target).items():
+        for call in code.with_word(r"^(call|bl |blr|jalr|tail )"):
+            assert re.search("memcpy|memset", call), f"{place}: {call}"
+
+
+def check_object(kernel: Built, symbol: str, target: Target) -> None:
+    file = read_elf(kernel.object)
+    assert file.machine == MACHINES[target.triple.split("-")[0]]
+    assert file.visible == {symbol}
+    assert file.undefined <= {BARRIER, *C_LIBRARY}
+
+
+@on_each_target_and_form
+def test_objects_of_linear_and_embedding_need_nothing(target: Target, form: str) -> None:
+    check_object(built_linear(target, form), linear.linear_name(FORMATS[form]), target)
+    name = embedding.embedding_name(FORMATS[form])
+    kernel = built(embedding.emit_embedding(target, FORMATS[form]), name, target)
+    check_object(kernel, name, target)
+
+
+@on_each_target
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda s: s.name)
+def test_objects_of_attention_need_the_barrier_only(target: Target, shape: AttentionShape) -> None:
+    check_object(built_attention(target, shape), shape.name, target)
+
+
+@on_each_target
+def test_the_driver_needs_openmp_and_defines_the_barrier(target: Target) -> None:
+    kernel = built(driver.emit_driver(target), driver.DRIVER, target)
+    file = read_elf(kernel.object)
+    assert file.machine == MACHINES[target.triple.split("-")[0]]
+    assert file.visible == {driver.DRIVER, BARRIER}
+    assert file.undefined == {
+        "sched_yield",
+        "omp_get_thread_num",
+        "__kmpc_fork_call",
+        "__kmpc_global_thread_num",
+        "__kmpc_push_num_threads",
+    }
+
+
+@on_each_target
+def test_template_objects_need_their_kernels_only(target: Target) -> None:
+    llama = large_llama()
+    for place, drafted in llama.drafts(target).items():
+        if place in ("layer1", "layer2"):
+            continue  # the same template as layer0
+        draft = drafted.draft
+        modules = [lower_kernel(emit_template(draft, draft.name(), target))]
+        for number, island in enumerate(drafted.islands):
+            symbol = island_symbol(draft.name(), number)
+            modules.append(lower_island(llama.text(island), symbol))
+        file = read_elf(compile_object(modules, [draft.name()], target))
+        assert file.machine == MACHINES[target.triple.split("-")[0]]
+        assert draft.name() in file.visible, place
+        assert file.undefined - C_LIBRARY == {BARRIER, *draft.libraries(target)}, place
+
+
+@on_each_target
+def test_the_same_source_gives_the_same_bytes(target: Target) -> None:
+    """Ranks with the same CPU may share objects, and a cache key stands for one object."""
+    shape = SHAPES[0]
+    text = attention.emit_attention(target, shape)
+    assert text == attention.emit_attention(target, shape)
+    again = compile_object([lower_kernel(text)], [shape.name], target)
+    assert again == built_attention(target, shape).object

@@ -1,0 +1,167 @@
+"""The linear kernel against NumPy in float64, and one token's result whatever is around it."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from buddy_pipeline.compile.formats import FORMATS
+from buddy_pipeline.compile.target import Target
+from tests.compile.harness import (
+    ROUNDOFF,
+    assert_same_bits,
+    host,
+    rounded,
+    run_linear,
+    runnable_targets,
+)
+
+on_each_target = pytest.mark.parametrize("target", runnable_targets())
+in_each_form = pytest.mark.parametrize("form", ["f32", "bf16", "f16"])
+
+
+def random_case(
+    tokens: int, depth: int, outputs: int, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    random = np.random.default_rng([tokens, depth, outputs, seed])
+    x = random.standard_normal((tokens, depth), np.float32)
+    weight = random.standard_normal((outputs, depth), np.float32)
+    return x, weight, random.standard_normal(outputs, np.float32)
+
+
+def check(
+    target: Target,
+    x: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None,
+    team: int,
+    form: str = "f32",
+) -> None:
+    """Within the error of one chain of `depth` roundings, each of at most half a unit, on numbers
+    that are rounded to what the format multiplies."""
+    got = run_linear(target, x, weight, bias, team, form)
+    if FORMATS[form].activation_bytes(target) == 2:
+        x = rounded(x, "bf16")
+    wide, added = rounded(weight, form).astype(np.float64), 0.0
+    if bias is not None:
+        added = bias.astype(np.float64)
+    expected = x.astype(np.float64) @ wide.T + added
+    size = np.abs(x).astype(np.float64) @ np.abs(wide).T + np.abs(added)
+    assert (np.abs(got - expected) <= (x.shape[1] + 1) * ROUNDOFF * size).all()
+
+
+@on_each_target
+@in_each_form
+@pytest.mark.parametrize("tokens", [*range(1, 41), 125, 127, 300])
+def test_every_token_count(target: Target, form: str, tokens: int) -> None:
+    x, weight, bias = random_case(tokens, 45, 71)
+    check(target, x, weight, bias if tokens % 2 else None, 1 + tokens % 3, form)
+
+
+@on_each_target
+@in_each_form
+@pytest.mark.parametrize("tokens", [1, 2, 5, 17, 130])
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (3, 200), (255, 33), (256, 32), (257, 31), (700, 97), (1025, 5)]
+)
+def test_odd_sizes_and_blocks_of_depth(
+    target: Target, form: str, tokens: int, shape: tuple[int, int]
+) -> None:
+    x, weight, bias = random_case(tokens, *shape)
+    check(target, x, weight, bias, 2, form)
+    check(target, x, weight, None, 1, form)
+
+
+@on_each_target
+@in_each_form
+def test_small_integers_are_exact(target: Target, form: str) -> None:
+    random = np.random.default_rng(1)
+    x, weight = (
+        random.integers(-8, 9, shape).astype(np.float32) for shape in [(50, 333), (99, 333)]
+    )
+    assert (run_linear(target, x, weight, None, 3, form) == x @ weight.T).all()
+
+
+sizes = st.tuples(st.integers(1, 60), st.integers(1, 600), st.integers(1, 150))
+
+
+@in_each_form
+@given(sizes, st.booleans(), st.integers(1, 4), st.integers(0, 99))
+def test_random_shapes(
+    form: str, size: tuple[int, int, int], with_bias: bool, team: int, seed: int
+) -> None:
+    x, weight, bias = random_case(*size, seed)
+    check(host(), x, weight, bias if with_bias else None, team, form)
+
+
+@on_each_target
+@in_each_form
+@pytest.mark.parametrize("depth", [45, 300])
+def test_a_token_has_the_same_bits_alone_and_in_any_batch(
+    target: Target, form: str, depth: int
+) -> None:
+    x, weight, bias = random_case(140, depth, 71)
+    alone = np.concatenate([run_linear(target, row[None], weight, bias, form=form) for row in x])
+    for tokens in [*range(2, 20), 55, 127, 140]:
+        got = run_linear(target, x[:tokens], weight, bias, form=form)
+        assert_same_bits(got, alone[:tokens])
+
+
+@in_each_form
+@given(sizes, st.integers(1, 4), st.data())
+def test_other_tokens_and_teams_change_no_bit(
+    form: str, size: tuple[int, int, int], team: int, data: st.DataObject
+) -> None:
+    x, weight, bias = random_case(*size)
+    whole = run_linear(host(), x, weight, bias, form=form)
+    count = data.draw(st.integers(1, size[0]))
+    chosen = np.array(data.draw(st.permutations(range(size[0]))))[:count]
+    got = run_linear(host(), x[chosen], weight, bias, team, form)
+    assert_same_bits(got, whole[chosen])
+
+
+@on_each_target
+@in_each_form
+@pytest.mark.parametrize("tokens", [1, 3, 16, 40])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_token_that_is_not_finite_stays_in_its_row(
+    target: Target, form: str, tokens: int, bad: float
+) -> None:
+    x, weight, bias = random_case(tokens, 75, 67)
+    clean = run_linear(target, x, weight, bias, form=form)
+    row = tokens // 2
+    x[row, 74] = bad  # the last of an odd depth: its partner in a bf16 pair is padding
+    got = run_linear(target, x, weight, bias, form=form)
+    others = np.arange(tokens) != row
+    assert_same_bits(got[others], clean[others])
+    if np.isnan(bad):
+        assert np.isnan(got[row]).all()
+    else:
+        assert (got[row] == np.sign(weight[:, 74]) * bad).all()
+
+
+@on_each_target
+@in_each_form
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_a_weight_that_is_not_finite_stays_in_its_column(
+    target: Target, form: str, tokens: int
+) -> None:
+    x, weight, bias = random_case(tokens, 75, 67)
+    clean = run_linear(target, x, weight, bias, form=form)
+    weight[41, 3], weight[66, 74] = np.nan, np.inf
+    got = run_linear(target, x, weight, bias, form=form)
+    others = np.setdiff1d(np.arange(67), [41, 66])
+    assert_same_bits(got[:, others], clean[:, others])
+    assert np.isnan(got[:, 41]).all()
+    assert (got[:, 66] == np.sign(x[:, 74]) * np.inf).all()
+
+
+@on_each_target
+def test_huge_and_tiny_values(target: Target) -> None:
+    """Overflow gives infinity, and subnormal products are not flushed to zero."""
+    x = np.array([[3e38, 1e-38], [3e38, 0.0]], np.float32)
+    weight = np.array([[2.0, 0.0], [0.0, 1e-3]], np.float32)
+    got = run_linear(target, x, weight)
+    assert (got[:, 0] == np.inf).all()
+    assert got[0, 1] == np.float32(1e-38) * np.float32(1e-3) > 0
+    assert got[1, 1] == 0.0
