@@ -234,5 +234,5 @@ def test_the_same_source_gives_the_same_bytes(target: Target) -> None:
     shape = SHAPES[0]
     text = attention.emit_attention(target, shape)
     assert text == attention.emit_attention(target, shape)
-    again = compile_object([lower_kernel(text)], [shape.name], target)
-    assert again == built_attention(target, shape).object
+    first, again = (compile_object([lower_kernel(text)], [shape.name], target) for _ in range(2))
+    assert first == again
