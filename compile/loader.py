@@ -9,15 +9,15 @@ import llvmlite.binding as llvm
 
 from buddy_pipeline.partition.errors import UserError
 
-_OPENMP_LIBRARIES = ("libiomp5.so", "libomp.so", "libomp.so.5", "libomp.dylib")
-
-#: What `omp.parallel` and the driver call of the runtime.
+#: What the driver's team calls. Bound to LLVM's runtime one by one: a process that has imported
+#: torch also holds GNU's, in which `omp_get_thread_num` would say 0 to every thread of our team.
 _OPENMP_SYMBOLS = (
-    "omp_get_thread_num",
     "__kmpc_fork_call",
     "__kmpc_global_thread_num",
     "__kmpc_push_num_threads",
+    "omp_get_thread_num",
 )
+_OPENMP_LIBRARIES = ("libiomp5.so", "libomp.so", "libomp.so.5", "libomp.dylib")
 
 
 class Library:
@@ -35,12 +35,8 @@ class Library:
         builder = llvm.JITLibraryBuilder()
         for data in objects:
             builder.add_object_img(data)
-        # Bound one by one: where another OpenMP runtime is in the process (torch brings GNU's), a
-        # mere lookup finds that one's omp_get_thread_num, and every thread would take itself for 0.
         for symbol in _OPENMP_SYMBOLS:
-            address = ctypes.cast(getattr(openmp, symbol), ctypes.c_void_p).value
-            assert address is not None
-            builder.import_symbol(symbol, address)
+            builder.import_symbol(symbol, _address(openmp, symbol))
         for symbol in symbols:
             builder.export_symbol(symbol)
         self._tracker = builder.add_current_process().link(self._jit, "stage")
@@ -51,16 +47,25 @@ class Library:
 
 
 def load_openmp() -> ctypes.CDLL:
-    """Loads LLVM's OpenMP runtime, which compiled code calls for its team of threads."""
+    """Loads LLVM's OpenMP runtime, which compiled code calls for its team of threads.
+
+    Raises UserError if there is none.
+    """
     for candidate in _openmp_candidates():
         try:
-            return ctypes.CDLL(candidate, mode=ctypes.RTLD_GLOBAL)
+            return ctypes.CDLL(candidate)
         except OSError:
             continue
     raise UserError(
         "no OpenMP runtime was found (libiomp5 or libomp); install the package intel-openmp, "
         "or the system's libomp"
     )
+
+
+def _address(library: ctypes.CDLL, symbol: str) -> int:
+    address = ctypes.cast(getattr(library, symbol), ctypes.c_void_p).value
+    assert address is not None
+    return address
 
 
 def _openmp_candidates() -> Iterable[str]:

@@ -5,6 +5,7 @@ imports torch or MLIR.
 """
 
 import base64
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -41,6 +42,37 @@ class StepWord(Enum):
     SCRATCH = 9  # address of the threads' scratch
     SCRATCH_STRIDE = 10  # bytes of scratch of one thread
     PARTIALS = 11  # address of partial results of attention
+    PROFILE = 12  # address of the threads' profile tables; 0: nobody looks
+    PROFILE_STRIDE = 13  # bytes of one thread's table
+    PROFILE_OTHER = 14  # slot that counts the regions which have none of their own
+
+
+class ProfileWord(Enum):
+    """Index of each 8-byte word at the head of one thread's profile table; times are in ticks."""
+
+    CURSOR = 0  # slot of the region that runs now
+    BEGIN = 1  # when this step's first call began
+    START = 2  # when the region that runs now began
+    END = 3  # when the region before it ended
+    SPAN = 4  # from BEGIN to the last region's end, summed over steps
+    STEPS = 5
+
+
+class SlotWord(Enum):
+    """Index of each 8-byte word of a slot. A thread's table is a head and slots, each of
+    `PROFILE_SLOT_WORDS` words; slot 0 stands for what is before the first region."""
+
+    CALLS = 0
+    WORK = 1  # from a region's start to its barrier
+    WAIT = 2  # in the barrier
+    GAP_BEFORE = 3
+    GAP_AFTER = 4
+    START = 5  # of the last call
+    ARRIVAL = 6  # at the barrier, of the last call
+    END = 7  # of the last call
+
+
+PROFILE_SLOT_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -142,6 +174,7 @@ class Template:
 
     `scratch` lists the row bytes of each temporary, `thread_scratch` the bytes one thread needs
     besides. `objects` are the keys of the object files: its own first, then the kernel libraries.
+    `regions` names what the threads do together between two barriers, in order.
     """
 
     name: str
@@ -150,6 +183,7 @@ class Template:
     scratch: tuple[int, ...]
     thread_scratch: int
     partial: int  # bytes of one partial result of attention
+    regions: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -222,19 +256,27 @@ class Plan:
         return list(dict.fromkeys(keys))
 
     def to_json(self) -> str:
-        """The plan as JSON text."""
-        return json.dumps({"format": FORMAT_VERSION, **asdict(self)}, indent=1)
+        """The plan as JSON text, with a checksum of itself."""
+        data = {"format": FORMAT_VERSION, **asdict(self)}
+        return json.dumps({"checksum": _checksum(data), **data}, indent=1)
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """Reads `to_json`'s text; ValueError when it is of another version or malformed."""
+        """Reads `to_json`'s text; ValueError when it is altered or of another version."""
         data = json.loads(text)
-        if not isinstance(data, dict) or data.pop("format", None) != FORMAT_VERSION:
+        if not isinstance(data, dict) or data.pop("checksum", None) != _checksum(data):
+            raise ValueError("the plan was altered")
+        if data.pop("format", None) != FORMAT_VERSION:
             raise ValueError("the plan is of another format version")
         try:
             return _plan(data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the plan is malformed: {error!r}") from error
+
+
+def _checksum(data: Mapping[str, Any]) -> str:
+    """SHA-256 of JSON data, however its text is laid out."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
 def _position(unit: str, layers: int) -> int:
@@ -251,12 +293,13 @@ def _plan(data: Mapping[str, Any]) -> Plan:
     }
     templates = {
         n: Template(
-            t["name"],
-            t["symbol"],
-            tuple(t["objects"]),
-            tuple(t["scratch"]),
-            t["thread_scratch"],
-            t["partial"],
+            name=t["name"],
+            symbol=t["symbol"],
+            objects=tuple(t["objects"]),
+            scratch=tuple(t["scratch"]),
+            thread_scratch=t["thread_scratch"],
+            partial=t["partial"],
+            regions=tuple(t["regions"]),
         )
         for n, t in data["templates"].items()
     }

@@ -192,7 +192,8 @@ class Text:
 
     def call(self, name: str, args: Sequence[tuple[str, str]], result: str = "") -> str:
         """Calls `@name`; returns the result's name when there is one."""
-        values, kinds = (", ".join(column) for column in zip(*args, strict=True))
+        values = ", ".join(value for value, _ in args)
+        kinds = ", ".join(kind for _, kind in args)
         text = f"func.call @{name}({values}) : ({kinds})"
         if result:
             return self.op(f"{text} -> {result}")

@@ -18,7 +18,7 @@ from buddy_pipeline.compile.manifest import Constant, PartitionPlan, Plan, Templ
 from buddy_pipeline.compile.mlir_text import join_modules
 from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import Target
-from buddy_pipeline.compile.templates import emit_template, island_symbol
+from buddy_pipeline.compile.templates import IslandCall, Linear, emit_template, island_symbol
 from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.partition.fragments import resolve
 from buddy_pipeline.partition.graph import GraphNode, NodeKind, Partition
@@ -146,6 +146,7 @@ class _Code:
             scratch=tuple(draft.scratch),
             thread_scratch=draft.thread_scratch(self._target),
             partial=draft.partial(self._target),
+            regions=tuple(_region_names(drafted)),
         )
         return name
 
@@ -169,6 +170,20 @@ class _Code:
 def _kind(partition: Partition) -> str:
     """What a template is called by in file names: "prelude", "layer", "layer.self_attn"."""
     return re.sub(r"^layer\d+", "layer", partition.name)
+
+
+def _region_names(drafted: Drafted) -> Iterator[str]:
+    """What people call each region of a template, such as "linear gate_proj up_proj"."""
+    first_parameter = len(drafted.inputs) + len(drafted.outputs)
+    for item in drafted.draft.items:
+        kind = type(item).__name__.lower()
+        if isinstance(item, Linear):
+            parts = drafted.draft.parameters[item.weight - first_parameter].parts
+            yield " ".join([kind, *(part.weight[0].split(".")[-2] for part in parts)])
+        elif isinstance(item, IslandCall):
+            yield f"island {item.source}"
+        else:
+            yield kind
 
 
 def _values(plans: list[PartitionPlan], drafter: Drafter) -> Iterator[tuple[str, Value]]:

@@ -12,7 +12,12 @@ from functools import partial
 from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.kernels import attention, embedding, linear
 from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
-from buddy_pipeline.compile.kernels.step import barrier, declare_barrier, step_word, thread_share
+from buddy_pipeline.compile.kernels.step import (
+    declare_end_region,
+    end_region,
+    step_word,
+    thread_share,
+)
 from buddy_pipeline.compile.manifest import KvLayer, Parameter, StepWord
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
@@ -157,7 +162,7 @@ def island_symbol(template: str, index: int) -> str:
 def emit_template(draft: Draft, name: str, target: Target) -> str:
     """MLIR text of the module with the template as function `name`, without islands' bodies."""
     t = Text()
-    declare_barrier(t)
+    declare_end_region(t)
     _declare(t, draft, name)
     args = [("args", "!llvm.ptr"), ("step", "!llvm.ptr"), ("tid", "i64")]
     with t.function(name, args):
@@ -167,7 +172,7 @@ def emit_template(draft: Draft, name: str, target: Target) -> str:
         for number, item in enumerate(draft.items):
             t.line(f"// {number}: {type(item).__name__}")
             writer.write(item)
-            barrier(t)
+            end_region(t)
         t.line("return")
     return str(t)
 

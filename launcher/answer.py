@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from buddy_pipeline.launcher.generate import check_prompt_length, generate
@@ -11,6 +12,7 @@ from buddy_pipeline.launcher.output import Result, Statistics, TextStream
 from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.prompt import encode_prompt
 from buddy_pipeline.launcher.settings import RunSettings
+from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
 
 if TYPE_CHECKING:
     from buddy_pipeline.launcher.tokenizer import Tokenizer
@@ -27,7 +29,12 @@ def check_request(settings: RunSettings, tokenizer: Tokenizer, context_length: i
         check_writable("--json", settings.json_path)
 
 
-def answer(engine: Engine, tokenizer: Tokenizer, settings: RunSettings) -> Result:
+def answer(
+    engine: Engine,
+    tokenizer: Tokenizer,
+    settings: RunSettings,
+    sampler: Callable[[SamplingOptions], Sampler] = make_sampler,
+) -> Result:
     """Generates what the settings ask for, streaming the text to standard output.
 
     Raises UserError for a prompt that cannot be read, is empty or too long.
@@ -39,7 +46,12 @@ def answer(engine: Engine, tokenizer: Tokenizer, settings: RunSettings) -> Resul
 
     start = first = last = time.perf_counter()
     for token in generate(
-        engine, tokenizer, prompt_ids, settings.sampling, top_logits=settings.top_logits
+        engine,
+        tokenizer,
+        prompt_ids,
+        settings.sampling,
+        top_logits=settings.top_logits,
+        sampler=sampler,
     ):
         last = time.perf_counter()
         if not token_ids:

@@ -4,6 +4,7 @@ Only what parsing needs is imported here; a command imports the rest when it sta
 `--help` and a wrong option answer at once.
 """
 
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,9 @@ from buddy_pipeline.launcher.build_commands import add_build_commands
 from buddy_pipeline.launcher.console import print_common_error
 from buddy_pipeline.launcher.default_command import DefaultCommandGroup
 from buddy_pipeline.launcher.settings import (
+    Balance,
+    PlanBalance,
+    PlanSettings,
     RunSettings,
     VerifySettings,
 )
@@ -53,9 +57,11 @@ def run(
     ignore_eos: options.IgnoreEos = False,
     threads: options.Threads = None,
     split: options.Split = None,
+    balance: options.Balance = Balance.EVEN,
     cache_dir: options.CacheDir = None,
     json_file: options.JsonFile = None,
     top_logits: options.TopLogits = 0,
+    profile_out: options.ProfileOut = None,
     stats: options.Stats = True,
 ) -> int:
     """Generates text on rank 0; the other ranks compute their layers."""
@@ -79,17 +85,20 @@ def run(
         raise UserError(f"--{error}") from None
     if top_logits and json_file is None:
         raise UserError(f"--top-logits {top_logits} has nowhere to go: add --json FILE")
+    _check_balance(split, balance)
     settings = RunSettings(
         spec=spec,
         variant=variant,
         local_model=local_model,
         threads=threads,
         split=_split(split),
+        balance=balance,
         cache_dir=cache_dir,
         prompt=PromptSource(prompt, prompt_file, messages, raw),
         sampling=sampling,
         top_logits=top_logits,
         json_path=json_file,
+        profile_out=profile_out,
         stats=stats,
     )
     from buddy_pipeline.launcher.running import run_command
@@ -121,6 +130,35 @@ def verify(
     return verify_command(settings)
 
 
+@app.command("plan", help="Predicts memory and speed of a split for these hosts, at once.")
+def plan(
+    *,
+    spec: options.Spec,
+    world: options.World,
+    hosts: options.Hosts = None,
+    variant: options.Variant = None,
+    local_model: options.LocalModel = None,
+    split: options.Split = None,
+    balance: options.PlanBalance = PlanBalance.EVEN,
+    sequences: options.Sequences = 16,
+) -> int:
+    """Prints the split, each rank's memory, and tokens/s for one and for many sequences."""
+    _check_balance(split, balance)
+    settings = PlanSettings(
+        spec=spec,
+        variant=variant,
+        local_model=local_model,
+        world=world,
+        hosts=hosts,
+        split=_split(split),
+        balance=balance,
+        sequences=sequences,
+    )
+    from buddy_pipeline.launcher.planning import plan_command
+
+    return plan_command(settings)
+
+
 add_build_commands(app)
 
 
@@ -130,6 +168,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 for success, 2 for what the user can mend and 1 for other faults, with one line on standard
     error.
     """
+    if arguments is None:
+        # Python's own handler would print a traceback, and would wait for MPI_Init to return,
+        # which it never does when the interrupt has ended another rank.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # Without standalone mode the command's result and its errors arrive here.
@@ -150,6 +192,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 # typer does not export the base of its errors about options (click's UsageError, which newer
 # versions of typer carry inside), only one that derives from it.
 _WRONG_USAGE: type[Exception] = typer.BadParameter.__bases__[0]
+
+
+def _check_balance(split: str | None, balance: Balance | PlanBalance) -> None:
+    if split is not None and balance.value != "even":
+        raise UserError(
+            f"--split {split} and --balance {balance.value} both deal the layers out: give one"
+        )
 
 
 def _split(text: str | None) -> tuple[int, ...] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from buddy_pipeline.launcher.stop_texts import StopTexts
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.ranks.sampling import SamplingOptions, make_sampler
+from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
 
 if TYPE_CHECKING:
     from buddy_pipeline.launcher.tokenizer import Tokenizer
@@ -43,6 +43,7 @@ def generate(
     options: SamplingOptions,
     *,
     top_logits: int = 0,
+    sampler: Callable[[SamplingOptions], Sampler] = make_sampler,
 ) -> Iterator[Token]:
     """Yields each token as soon as it is sampled; at least one, and the last has a finish reason.
 
@@ -52,7 +53,7 @@ def generate(
     """
     check_prompt_length(len(prompt_ids), engine.context_length)
     _check_vocabulary(prompt_ids, engine.vocab_size)
-    sample = make_sampler(options)
+    sample = sampler(options)
     text_of = tokenizer.detokenizer(keep_special=options.ignore_eos)
     stops = StopTexts(options.stop)
     history = list(prompt_ids)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.loader import Library
-from buddy_pipeline.compile.manifest import Parameter, PartitionPlan, Plan
+from buddy_pipeline.compile.manifest import PartitionPlan, Plan
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.building import build_objects, default_jobs, plan_model
 from buddy_pipeline.launcher.model import Model
@@ -19,12 +18,9 @@ from buddy_pipeline.ranks.affinity import prepare_threads, threads_for
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.messages import Bounds
 from buddy_pipeline.ranks.packing import check_parameters, pack_parameters
-from buddy_pipeline.ranks.stage import Stage, StageSizes, needed_partitions
+from buddy_pipeline.ranks.stage import DRIVER_SYMBOLS, Stage, StageSizes, needed_partitions
 from buddy_pipeline.ranks.transport import Loopback
 from buddy_pipeline.ranks.world import World, join_world
-
-if TYPE_CHECKING:
-    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,6 @@ class LoadedStage:
 
     plan: Plan
     partitions: tuple[PartitionPlan, ...]
-    weights: Mapping[Parameter, np.ndarray]
     stage: Stage
     threads: int
 
@@ -80,7 +75,7 @@ def load_stage(
     weights = pack_parameters(parameters, model.checkpoint, team)
     room = StageSizes(sizes.tokens, sizes.rows, sizes.slots, model.context, team)
     stage = Stage(plan, layers, role, weights, library, room)
-    return LoadedStage(plan, partitions, weights, stage, team)
+    return LoadedStage(plan, partitions, stage, team)
 
 
 @contextmanager
@@ -109,4 +104,4 @@ def _library(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) ->
             )
         objects.append(data)
     symbols = [plan.templates[p.template].symbol for p in partitions]
-    return Library(objects, ["bp_run_stage", *dict.fromkeys(symbols)])
+    return Library(objects, [*DRIVER_SYMBOLS, *dict.fromkeys(symbols)])

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
+from buddy_pipeline.launcher import settings
 from buddy_pipeline.launcher.numbers import number, whole_number
 from buddy_pipeline.launcher.paths import path
 
@@ -82,6 +83,26 @@ Split = Annotated[
         metavar="N,N,...",
     ),
 ]
+Balance = Annotated[
+    settings.Balance,
+    _option(
+        _PIPELINE,
+        "Deal layers out evenly, by memory, or by timing each block on its rank.",
+    ),
+]
+PlanBalance = Annotated[
+    settings.PlanBalance,
+    _option(_PIPELINE, "Deal layers out evenly, by memory, or by the predicted time of a step."),
+]
+Hosts = Annotated[
+    Path | None,
+    _path(
+        _PIPELINE,
+        "JSON file with memory_gb, bandwidth_gb_s and gflops of each host, and the link between"
+        " them; default hosts like this one.",
+    ),
+]
+Sequences = Annotated[int, _whole(_PIPELINE, "Sequences at once.", least=1)]
 CacheDir = Annotated[
     Path | None, _path(_PIPELINE, "Folder of compiled objects; default in the user's cache.")
 ]
@@ -101,6 +122,13 @@ JsonFile = Annotated[
 ]
 TopLogits = Annotated[
     int, _whole(_OUTPUT, "Put the K best logits after the prompt in it.", metavar="K", least=0)
+]
+ProfileOut = Annotated[
+    Path | None,
+    _path(
+        _OUTPUT,
+        "Profile the run: tables on standard error, a trace and a timeline in this folder.",
+    ),
 ]
 Stats = Annotated[bool, _option(_OUTPUT, "Statistics on standard error.", "--stats/--no-stats")]
 Report = Annotated[

@@ -14,7 +14,7 @@ def run_command(settings: RunSettings) -> int:
         if session.engine is None:
             session.serve()
             return 0
-        result = answer(session.engine, session.tokenizer, settings)
+        result = answer(session.engine, session.tokenizer, settings, session.sampler)
     if settings.stats:
         print(result.stats.line(), file=sys.stderr)
     if settings.json_path is not None:

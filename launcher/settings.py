@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,26 @@ class ModelSettings:
     """Overrides where the spec's weights come from."""
 
 
+class Balance(Enum):
+    """How layers are dealt out to ranks."""
+
+    EVEN = "even"
+    """The same number to each, up to one."""
+    MEMORY = "memory"
+    """So that the largest rank is smallest, with embedding, head and KV cache."""
+    MEASURED = "measured"
+    """So that the slowest rank is fastest, by timing every block on its rank."""
+
+
+class PlanBalance(Enum):
+    """How `plan` deals layers out."""
+
+    EVEN = "even"
+    MEMORY = "memory"
+    SPEED = "speed"
+    """So that the slowest rank is fastest, by the cost model."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSettings(ModelSettings):
     """`buddy-pipeline run`."""
@@ -30,13 +51,16 @@ class RunSettings(ModelSettings):
     threads: int | None
     """Threads a rank; None divides the cores of each host among its ranks."""
     split: tuple[int, ...] | None
-    """Layers a rank, rank 0 first; None deals them out evenly."""
+    """Layers a rank, rank 0 first; None deals them out as `balance` says."""
+    balance: Balance
     cache_dir: Path | None
     """Where compiled objects are kept; None is a folder in the user's cache."""
     prompt: PromptSource
     sampling: SamplingOptions
     top_logits: int
     json_path: Path | None
+    profile_out: Path | None
+    """Folder for the profile's trace and picture; None writes neither."""
     stats: bool
 
 
@@ -101,3 +125,16 @@ class VerifySettings(ModelSettings):
     split: tuple[int, ...] | None
     report: Path | None
     """Where the JSON report goes; None is standard output."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSettings(ModelSettings):
+    """`buddy-pipeline plan`: a split, and what it needs and does, without running it."""
+
+    world: int
+    hosts: Path | None
+    """What the hosts can do; None supposes hosts like this one."""
+    split: tuple[int, ...] | None
+    balance: PlanBalance
+    sequences: int
+    """Sequences at once."""

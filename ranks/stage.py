@@ -20,8 +20,10 @@ from buddy_pipeline.partition.layers import BlockRole
 from buddy_pipeline.ranks.kv_cache import KvCache
 from buddy_pipeline.ranks.memory_blocks import aligned_zeros
 from buddy_pipeline.ranks.messages import Step
+from buddy_pipeline.ranks.profile_regions import Region, RegionProfile
 
-_DRIVER = "bp_run_stage"
+#: Symbols of the driver's object that a stage calls.
+DRIVER_SYMBOLS = _DRIVER, _TICKS = ("bp_run_stage", "bp_ticks")
 #: int64 words of the barrier: two counters on cache lines of their own.
 _BARRIER_WORDS = 16
 
@@ -70,9 +72,17 @@ class Stage:
         self.output_bytes = sum(v.row_bytes for v in outgoing)
         self.max_tokens = sizes.tokens
         self.max_rows = sizes.rows
+        self.threads = sizes.threads
+        self.regions = [
+            Region(partition.unit, partition.name, partition.template, name)
+            for partition in partitions
+            for name in plan.templates[partition.template].regions
+        ]
+        """What the team does between barriers in a step, in order."""
         has_head = role in (BlockRole.LAST, BlockRole.SINGLE)
         self.vocab_size = plan.vocab_size if has_head else 0
         self.kv = KvCache([kv for p in partitions for kv in p.kv], sizes.slots, sizes.context)
+        self._profile: RegionProfile | None = None
         self._weights = weights  # keeps the memory that the args tables point to
         self._constants = {n: _constant(plan, n) for p in partitions for n in p.constants}
         self._copied = [v for v in outgoing if v in incoming]
@@ -98,6 +108,7 @@ class Stage:
             kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
             self._library = library  # keeps the code that addresses point to
             self._driver = kind(library.address(_DRIVER))
+            self._ticks = ctypes.CFUNCTYPE(ctypes.c_int64)(library.address(_TICKS))
             for call, partition in zip(self._calls, partitions, strict=True):
                 call[0] = library.address(plan.templates[partition.template].symbol)
         self._table_address = self._calls.ctypes.data
@@ -131,6 +142,22 @@ class Stage:
     def logits(self, rows: int) -> np.ndarray:
         """float32 [rows, vocab]: the logits of the last run, valid until the next."""
         return self._result[:rows, : self.vocab_size]
+
+    def profile(self, slots: int) -> RegionProfile:
+        """Has the compiled code count regions from now on, at most `slots` of them apart.
+
+        Not for an empty stage, which has no code.
+        """
+        profile = RegionProfile(self.regions, self._sizes.threads, slots, self._ticks)
+        self._profile = profile  # keeps the tables that the record points to
+        self._record[StepWord.PROFILE_STRIDE.value] = profile.stride
+        self._record[StepWord.PROFILE_OTHER.value] = profile.other
+        self._record[StepWord.PROFILE.value] = profile.address
+        return profile
+
+    def stop_profile(self) -> None:
+        """Has the compiled code count nothing any more."""
+        self._record[StepWord.PROFILE.value] = 0
 
     def _place_internal(
         self,

@@ -117,15 +117,16 @@ def tiny_checkpoint(
     max_shard_size: str | None = None,
     **overrides: Any,
 ) -> Path:
-    """Write a random model of `family` (one of FAMILIES) and a byte-level tokenizer into `path`.
+    """Write a random model of `family` and a byte-level tokenizer into `path`.
 
-    `overrides` are fields of the family's transformers config. `max_shard_size`, such as "40KB",
-    shards the safetensors file. The same arguments give the same bytes. Returns `path`.
+    `overrides` are fields of the family's transformers config, which FAMILIES need none of.
+    `max_shard_size`, such as "40KB", shards the safetensors file. The same arguments give the
+    same bytes. Returns `path`.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES[family], **overrides})
+    config = AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES.get(family, {}), **overrides})
     model = AutoModelForCausalLM.from_config(config)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -7,6 +7,7 @@ from buddy_pipeline.compile.manifest import StepWord
 from buddy_pipeline.compile.mlir_text import Text
 
 BARRIER = "bp_barrier"
+END_REGION = "bp_end_region"
 
 
 def step_word(t: Text, word: StepWord, kind: str = "i64") -> str:
@@ -22,6 +23,16 @@ def declare_barrier(t: Text) -> None:
 def barrier(t: Text) -> None:
     """All threads of the team wait for each other."""
     t.call(BARRIER, [("%step", "!llvm.ptr")])
+
+
+def declare_end_region(t: Text) -> None:
+    """Declares the end of a parallel region, which the driver object defines."""
+    t.line(f"func.func private @{END_REGION}(!llvm.ptr, i64)")
+
+
+def end_region(t: Text) -> None:
+    """All threads wait for each other, and the profile, if there is one, counts the region."""
+    t.call(END_REGION, [("%step", "!llvm.ptr"), ("%tid", "i64")])
 
 
 def thread_share(t: Text, total: str, tid: str, team: str) -> tuple[str, str]:

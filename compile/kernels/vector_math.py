@@ -47,18 +47,19 @@ def exp_of_difference(t: Text, x: str, lanes: Lanes) -> str:
     """e**x for x ≤ 0 or -∞, as a softmax needs it: half the operations of `exp`.
 
     Below -87.3 the result is e**-87.3, about 1e-38, instead of less; NaN stays NaN. The rounding
-    of x / ln 2 happens in an addition of 1.5·2²³, which leaves the integer in the low bits.
+    of x / ln 2 happens in an addition of 1.5·2²³ + 127, which leaves the biased exponent of the
+    power of two in the low bits.
     """
     f, i = lanes.of("f32"), lanes.of("i32")
-    magic = t.constant(12582912.0, f)
+    magic = t.constant(12583039.0, f)
     c = maximum(t, t.constant(-87.3365478515625, f), x, f)
     shifted = _fma(t, c, t.constant(1.4426950408889634, f), magic, f)
     n = t.binary("arith.subf", shifted, magic, f)
-    y = _exp_polynomial(t, n, c, f)
-    exponent = t.op(f"arith.bitcast {shifted} : {f} to {i}")
-    exponent = t.binary("arith.shli", exponent, t.constant(23, i), i)
-    bits = t.binary("arith.addi", t.op(f"arith.bitcast {y} : {f} to {i}"), exponent, i)
-    return t.op(f"arith.bitcast {bits} : {i} to {f}")
+    bits = t.op(f"arith.bitcast {shifted} : {f} to {i}")
+    bits = t.binary("arith.shli", bits, t.constant(23, i), i)
+    power = t.op(f"arith.bitcast {bits} : {i} to {f}")
+    # A product, not a sum of bits: that would make numbers of some NaNs.
+    return t.binary("arith.mulf", _exp_polynomial(t, n, c, f), power, f)
 
 
 def _exp_polynomial(t: Text, n: str, x: str, f: str) -> str:

@@ -181,15 +181,21 @@ class Checkpoint:
         shape = self._check_readable(name).shape
         return self.read_rows(name, 0, shape[0] if shape else 0)
 
-    def element_count(self) -> int:
-        """Count the model's parameters, a tied head once, buffers not at all."""
-        return sum(
-            prod(info.shape)
+    def parameters(self) -> list[TensorInfo]:
+        """The model's parameters: a tied head is not among them, nor are buffers."""
+        return [
+            info
             for name, info in self.tensors.items()
-            if not name.endswith(_BUFFER_SUFFIXES) and not (name == _HEAD and self._ties_head())
-        )
+            if not name.endswith(_BUFFER_SUFFIXES) and not (name == _HEAD and self.ties_head)
+        ]
 
-    def _ties_head(self) -> bool:
+    def element_count(self) -> int:
+        """Count the elements of the model's parameters."""
+        return sum(prod(info.shape) for info in self.parameters())
+
+    @property
+    def ties_head(self) -> bool:
+        """Whether the head multiplies with the embedding matrix."""
         default = self.config.get("model_type") in _TIED_BY_DEFAULT
         return bool(self.config.get("tie_word_embeddings", default))
 

@@ -32,7 +32,7 @@ from benchkit.report import (
 )
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.ranks.affinity import available_cores, prepare_threads
-from buddy_pipeline.ranks.memory_blocks import aligned_zeros
+from buddy_pipeline.ranks.memory_blocks import arena
 from buddy_pipeline.ranks.world import join_world
 
 #: A C loop this much faster than ours, or slower, means that one of the two does not measure what
@@ -57,7 +57,7 @@ class Others:
 
     def __init__(self, threads: int, megabytes: int) -> None:
         self._threads = threads
-        self._data = aligned_zeros((megabytes << 18,), np.float32)
+        self._data = arena(megabytes << 20).view(np.float32)
         self._data[:] = 1.0
         self._c = c_loops(host_target().vector_bits)
 

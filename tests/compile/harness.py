@@ -133,8 +133,10 @@ def panels_of(weight: np.ndarray, target: Target, form: WeightFormat) -> np.ndar
     outputs, inputs = weight.shape
     count = -(-outputs // target.panel)
     panels = aligned_zeros((count, panel_bytes(form, inputs, target.panel)), np.uint8)
-    sources = {"f32": weight, "f16": weight.astype(np.float16), "bf16": bf16_bits(weight)}
-    form.pack(sources[form.source], panels)
+    if form.source == "f32":
+        form.pack(weight, panels)
+    else:
+        form.pack(bf16_bits(weight) if form.source == "bf16" else weight.astype(np.float16), panels)
     return panels
 
 

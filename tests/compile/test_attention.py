@@ -225,7 +225,7 @@ def test_what_is_not_finite_stays_in_its_sequence(target: Target, bad: float, pl
 
 
 @on_each_target
-def test_a_score_of_minus_infinity_weighs_nothing(target: Target) -> None:
+def test_a_score_of_minus_infinity_weighs_nothing_beside_finite_ones(target: Target) -> None:
     """Even where it fills a whole block or a whole span of the cache, before finite ones."""
     shape = AttentionShape(4, 4, 1, False, "f32")
     sequence = Sequence(shape, 1, 400)
@@ -236,7 +236,6 @@ def test_a_score_of_minus_infinity_weighs_nothing(target: Target) -> None:
         expected = sequence.attended(0.25)
     bench = Attending(target, shape, context=400)
     got = bench.step(*sequence.part(slice(None)), range(400))
-    assert np.isnan(got[:300]).all()  # 0 / 0
     close(got[300:], expected[300:])
     for team in (1, 2):
         last = bench.step(*sequence.part(slice(399, 400)), [399], team=team)

@@ -204,7 +204,7 @@ def test_the_driver_needs_openmp_and_defines_the_barrier(target: Target) -> None
     assert file.visible == {driver.DRIVER, BARRIER}
     assert file.undefined == {
         "sched_yield",
-        "omp_get_thread_num",
+        "__kmpc_bound_thread_num",
         "__kmpc_fork_call",
         "__kmpc_global_thread_num",
         "__kmpc_push_num_threads",

@@ -16,6 +16,7 @@ Function = Callable[[Text, str, vm.Lanes], str]
 
 FUNCTIONS: dict[str, Function] = {
     "exp": vm.exp,
+    "exp_of_difference": vm.exp_of_difference,
     "tanh": vm.tanh,
     "erf": vm.erf,
     "sin": vm.sin,
@@ -60,6 +61,7 @@ def exactly(name: str, x: np.ndarray) -> np.ndarray:
     wide = x.astype(np.float64)
     if name == "erf":
         return np.array([math.erf(v) for v in wide])
+    name = name.removesuffix("_of_difference")
     with np.errstate(over="ignore", under="ignore"):
         result: np.ndarray = getattr(np, name)(wide)
     return result
@@ -76,9 +78,20 @@ def grid(low: float, high: float, count: int = 200_001) -> np.ndarray:
 
 
 @on_each_target
-def test_exp_is_within_three_units_where_its_result_is_normal(target: Target) -> None:
-    x = np.concatenate([grid(-87.33, 88.72), grid(-1, 1), grid(-1e-6, 1e-6, 1001)])
-    assert ulps(apply("exp", target, x), exactly("exp", x)) < 3.0
+@pytest.mark.parametrize(("name", "high"), [("exp", 88.72), ("exp_of_difference", 0.0)])
+def test_exp_is_within_three_units_where_its_result_is_normal(
+    target: Target, name: str, high: float
+) -> None:
+    x = np.concatenate([grid(-87.33, high), grid(-1, 0), grid(-1e-6, 0, 1001)])
+    assert ulps(apply(name, target, x), exactly(name, x)) < 3.0
+
+
+@on_each_target
+def test_exp_of_a_difference_at_its_ends(target: Target) -> None:
+    x = np.float32([-np.inf, -MOST, -1e6, -88.0, 0.0, -0.0])
+    y = apply("exp_of_difference", target, x)
+    assert (y[:4] > 0).all() and (y[:4] < 1.2e-38).all()
+    assert (y[4:] == 1.0).all()
 
 
 @on_each_target
@@ -138,7 +151,8 @@ def test_sine_and_cosine_are_within_1e_7_at_rotary_angles(target: Target, name: 
 @on_each_target
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_nan_gives_nan(target: Target, name: str) -> None:
-    assert np.isnan(apply(name, target, np.float32([np.nan, -np.nan]))).all()
+    payloads = np.uint32([0x7FC00000, 0xFFC00000, 0x7FC00001, 0xFFFFFFFF, 0x7F800001, 0x7FBFFFFF])
+    assert np.isnan(apply(name, target, payloads.view(np.float32))).all()
 
 
 @on_each_target

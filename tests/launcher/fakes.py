@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from buddy_pipeline.launcher.token_bytes import Detokenizer
+from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
 
 
 class FakeTokenizer:
@@ -71,6 +72,9 @@ class FakeSession:
     engine: FakeEngine | None
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
     served: bool = False
+
+    def sampler(self, options: SamplingOptions) -> Sampler:
+        return make_sampler(options)
 
     def serve(self) -> None:
         self.served = True

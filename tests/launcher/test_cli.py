@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 
 from buddy_pipeline.launcher import cli
 from buddy_pipeline.launcher.answer import check_request
+from buddy_pipeline.launcher.settings import Balance
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.sampling import SamplingOptions
 from tests.launcher.fakes import FakeEngine, FakeSession, FakeTokenizer, scripted
 
+PLAN = ["--spec", "s", "--world", "2"]
 RUN = ["--spec", "smollm2-135m", "--prompt", "Hi"]
 
 
@@ -80,7 +82,8 @@ def test_every_option_arrives_in_the_settings(session: FakeSession, tmp_path: Pa
         "run --spec s --variant f32 --local-model m --prompt p --raw --max-tokens 3"
         " --temperature 0.5 --top-k 4 --top-p 0.9 --min-p 0.1 --repeat-penalty 1.1"
         " --repeat-last-n -1 --seed 7 --stop a --stop b --ignore-eos --threads 2 --split 1,2"
-        f" --cache-dir c --json {tmp_path / 'o.json'} --top-logits 5 --no-stats".split()
+        f" --cache-dir c --json {tmp_path / 'o.json'} --top-logits 5 --no-stats"
+        " --profile-out p".split()
     )
     settings = session.settings
     assert code == 0
@@ -92,6 +95,9 @@ def test_every_option_arrives_in_the_settings(session: FakeSession, tmp_path: Pa
     assert (settings.threads, settings.split, settings.cache_dir) == (2, (1, 2), Path("c"))
     assert (settings.top_logits, settings.stats) == (5, False)
     assert settings.json_path == tmp_path / "o.json"
+    assert (settings.balance, settings.profile_out) == (Balance.EVEN, Path("p"))
+    cli.main([*RUN, "--balance", "memory"])
+    assert session.settings.balance is Balance.MEMORY
 
 
 def test_options_left_out_are_the_defaults_of_sampling(session: FakeSession) -> None:
@@ -146,6 +152,13 @@ def test_a_rank_without_an_engine_serves_and_prints_nothing(
         (["comiple", "--spec", "s"], "No such command 'comiple'"),
         (["compile", "--spec", "s", "--rank", "-1"], "'--rank': '-1' is not a whole number"),
         (["verify", "--spec", "s"], "Missing option '--world'."),
+        (["plan", "--spec", "s"], "Missing option '--world'."),
+        ([*RUN, "--balance", "fair"], "'fair' is not one of 'even', 'memory', 'measured'"),
+        ([*RUN, "--balance", "memory", "--split", "1,2"], "both deal the layers out: give one"),
+        (["plan", *PLAN, "--balance", "measured"], "is not one of 'even', 'memory', 'speed'"),
+        (["plan", *PLAN, "--balance", "speed", "--split", "1,2"], "--split 1,2 and --balance sp"),
+        (["plan", *PLAN, "--sequences", "0"], "'--sequences': '0' is not a whole number of 1"),
+        ([*RUN, "--profile-out", ""], "'--profile-out': it is empty: give a path"),
         ([*RUN, "more"], "unexpected extra argument"),
     ],
 )

@@ -55,6 +55,9 @@ class Contestant(Protocol):
     def decode(self, ids: np.ndarray, context: int) -> float:
         """Seconds to run `ids[context:]`, int64, one by one behind a cache with the others."""
 
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [vocab] after the last of `ids`."""
+
 
 class Ours:
     """This project, through the functions that its command line uses."""
@@ -69,7 +72,6 @@ class Ours:
         self._threads = threads
         self.work = count_work(
             loaded.partitions,
-            loaded.weights,
             loaded.stage.kv.position_bytes,
             model.checkpoint.config,
         )
@@ -98,3 +100,6 @@ class Ours:
         for position, token in enumerate(ids[context:].tolist(), context):
             self._engine.decode(_SLOT, token, position)
         return time.perf_counter() - started
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        return self._engine.prefill(_SLOT, ids).copy()

@@ -24,7 +24,7 @@ from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.lowering import lower_kernel
 from buddy_pipeline.compile.manifest import StepWord
 from buddy_pipeline.compile.target import Target
-from buddy_pipeline.ranks.memory_blocks import aligned_zeros
+from buddy_pipeline.ranks.memory_blocks import aligned_zeros, arena
 
 #: Operations of one measurement in each thread: about 10 ms, long against starting a team and short
 #: enough to find a moment without other load.
@@ -85,8 +85,9 @@ class LimitMeter:
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
         self._driver = kind(self._library.address(DRIVER))
         rounds = (megabytes << 20) // 4 // read_round(objects.target)
-        self.data = aligned_zeros((rounds * read_round(objects.target),), np.float32)
-        """float32: what is read. Ones, so that the sum tells whether all of it was."""
+        self.data = arena(4 * rounds * read_round(objects.target)).view(np.float32)
+        """float32: what is read, on the pages that weights lie on. Ones, so that the sum tells
+        whether all of it was."""
         self.data[:] = 1.0
         self._rounds = rounds
         self._results = aligned_zeros((threads * RESULT_BYTES // 4,), np.float32)

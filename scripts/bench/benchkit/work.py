@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import numpy as np
-
 from buddy_pipeline.compile.manifest import Parameter, PartitionPlan
+from buddy_pipeline.ranks.packing import packed_bytes
 
 #: Layouts of parameters that are no matrices.
 _VECTORS = ("plain", "panel_bias")
@@ -20,8 +19,8 @@ class Work:
     """One model's work, independent of how it is computed."""
 
     weight_bytes: int
-    """Weights that every token multiplies with or adds, each once: a tied head counts, rows that
-    an embedding gathers do not."""
+    """Packed weights that every token multiplies with or adds, each once: a tied head counts, rows
+    that an embedding gathers do not."""
     kv_bytes: int
     """Keys and values of one position."""
     layer_weights: int
@@ -49,14 +48,10 @@ class Work:
 
 
 def count_work(
-    partitions: Iterable[PartitionPlan],
-    weights: Mapping[Parameter, np.ndarray],
-    kv_bytes: int,
-    config: Mapping[str, Any],
+    partitions: Iterable[PartitionPlan], kv_bytes: int, config: Mapping[str, Any]
 ) -> Work:
     """The work of a whole model with these partitions.
 
-    weights: as packed, in the variant's format, for the bytes.
     kv_bytes: of one position in all layers.
     config: the Hugging Face config, for the number of query heads and the window.
     """
@@ -79,7 +74,7 @@ def count_work(
             layer_weights += sum(matrices)
         attention += sum(heads * (layer.key + layer.value) for layer in partition.kv)
     return Work(
-        weight_bytes=sum(weights[parameter].nbytes for parameter in used),
+        weight_bytes=sum(packed_bytes(parameter) for parameter in used),
         kv_bytes=kv_bytes,
         layer_weights=layer_weights,
         head_weights=head_weights,

@@ -1,0 +1,162 @@
+"""The hosts file: what the machines of a pipeline can do, for `plan`.
+
+A JSON object:
+
+    {
+      "hosts": [
+        {"name": "big",   "ranks": 2, "memory_gb": 256, "bandwidth_gb_s": 200, "gflops": 3000},
+        {"name": "small", "count": 3, "memory_gb": 64,  "bandwidth_gb_s": 40,  "gflops": 500}
+      ],
+      "link": {"latency_us": 25, "bandwidth_gb_s": 1.2}
+    }
+
+Hosts are listed from rank 0 up. `count` (1) says how many like this follow each other, `ranks` (1)
+how many ranks each runs, which share its memory, its bandwidth and its floating-point operations.
+`link` is the network between hosts; ranks of one host pass messages through memory. 1 GB is 10^9
+bytes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from buddy_pipeline.launcher.nearest import nearest
+from buddy_pipeline.partition.cost import Host, Link
+from buddy_pipeline.partition.errors import UserError
+
+#: Between ranks of one host, as measured with MPICH's shared memory: 6 µs for a short message.
+SHARED_MEMORY = Link(latency=6e-6, bandwidth=5e9)
+#: Ethernet of 10 Gbit/s, for hosts files without a link.
+NETWORK = Link(latency=25e-6, bandwidth=1.2e9)
+_GB = 1e9
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """The ranks' shares of their hosts, and the links between neighbours."""
+
+    hosts: tuple[Host, ...]
+    """By rank."""
+    links: tuple[Link, ...]
+    """By rank, from it to the next lower one; rank 0's leads to the last."""
+
+
+def like_hosts(host: Host, world: int) -> Cluster:
+    """`world` hosts like this one, one rank each."""
+    return Cluster((host,) * world, (NETWORK,) * world)
+
+
+def read_hosts(path: Path, world: int) -> Cluster:
+    """The cluster that a hosts file describes.
+
+    Raises UserError if the file cannot be read, has an unknown or missing key or a value that
+    cannot be, or has not `world` ranks.
+    """
+    where = f"hosts file {path}"
+    content = _parse(path, where)
+    _check(where, content, _FILE, required=("hosts",))
+    entries = content["hosts"]
+    if not isinstance(entries, list) or not entries:
+        raise UserError(f"{where}: hosts is {entries!r}: it must be a list of one host or more")
+    network = _link(where, content.get("link"))
+    hosts: list[Host] = []
+    numbers: list[int] = []  # of each rank's host
+    for position, entry in enumerate(entries):
+        inside = f"{where}: hosts[{position}]"
+        _check(inside, entry, _HOST, required=("memory_gb", "bandwidth_gb_s", "gflops"))
+        ranks = entry.get("ranks", 1)
+        share = Host(
+            name=entry.get("name", f"host {position}"),
+            memory=entry["memory_gb"] * _GB / ranks,
+            bandwidth=entry["bandwidth_gb_s"] * _GB / ranks,
+            flops=entry["gflops"] * 1e9 / ranks,
+        )
+        for _ in range(entry.get("count", 1)):
+            number = numbers[-1] + 1 if numbers else 0
+            placed = min(ranks, world + 1 - len(hosts))  # one too many says as much as a million
+            hosts += [share] * placed
+            numbers += [number] * placed
+            if len(hosts) > world:
+                break
+    if len(hosts) != world:
+        have = f"more than {world}" if len(hosts) > world else str(len(hosts))
+        raise UserError(
+            f"{where} has {have} ranks, but --world is {world}: "
+            "mend count and ranks of its hosts, or --world"
+        )
+    links = tuple(
+        SHARED_MEMORY if numbers[rank] == numbers[rank - 1] else network for rank in range(world)
+    )
+    return Cluster(tuple(hosts), links)
+
+
+def _link(where: str, entry: Any) -> Link:
+    if entry is None:
+        return NETWORK
+    _check(f"{where}: link", entry, _LINK, required=tuple(_LINK))
+    return Link(entry["latency_us"] / 1e6, entry["bandwidth_gb_s"] * _GB)
+
+
+def _parse(path: Path, where: str) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{where} cannot be read ({error.strerror}): give a JSON file") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{where} is not UTF-8 text: save it as JSON") from None
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"{where} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
+        ) from None
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply: it is an object of hosts") from None
+
+
+@dataclass(frozen=True)
+class _Value:
+    """What a key's value must be: in words, and as a test."""
+
+    words: str
+    accepts: Callable[[Any], bool]
+
+
+def _is_number(value: Any) -> bool:
+    # Infinity and NaN, which Python's JSON reads, are refused by the upper end.
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+_ANY = _Value("anything", lambda value: True)  # checked by what reads it
+_TEXT = _Value("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+_NUMBER = _Value("a number above 0", _is_number)
+_COUNT = _Value("a whole number of 1 or more", _is_count)
+_FILE = {"hosts": _ANY, "link": _ANY}
+_LINK = {"latency_us": _NUMBER, "bandwidth_gb_s": _NUMBER}
+_HOST = {
+    "name": _TEXT,
+    "count": _COUNT,
+    "ranks": _COUNT,
+    "memory_gb": _NUMBER,
+    "bandwidth_gb_s": _NUMBER,
+    "gflops": _NUMBER,
+}
+
+
+def _check(where: str, entry: Any, keys: Mapping[str, _Value], required: tuple[str, ...]) -> None:
+    if not isinstance(entry, dict):
+        raise UserError(f"{where} is {entry!r}: it must be an object with {', '.join(required)}")
+    for key, value in entry.items():
+        if key not in keys:
+            raise UserError(f"{where}: unknown key {key!r}: {nearest(key, keys)}")
+        if not keys[key].accepts(value):
+            raise UserError(f"{where}: {key} is {value!r}: it must be {keys[key].words}")
+    for key in required:
+        if key not in entry:
+            raise UserError(f"{where} lacks the key {key!r}: add it")

@@ -1,0 +1,88 @@
+"""What a model's layers, embedding and head cost, from its config and the names in its files.
+
+Nothing is read but headers, so that this takes no time and no memory whatever the model's size.
+"""
+
+from __future__ import annotations
+
+import re
+from math import prod
+from typing import Any
+
+from buddy_pipeline.compile.formats import weight_format
+from buddy_pipeline.compile.variant import VARIANTS
+from buddy_pipeline.launcher.model import Model
+from buddy_pipeline.partition.cost import NOTHING, ModelCost, PartCost
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.checkpoint.checkpoint import TensorInfo
+
+#: The number in a tensor's name that is its layer's, as in "model.layers.7.mlp.up_proj.weight".
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
+#: Parts of the names of embedding matrices: of tokens, and of positions where those are learned.
+_EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed\w*|wte|wpe)\.")
+_ACTIVATION_BYTES = 4  # f32 between ranks
+#: Outputs side by side in a panel, for the size of a format's unit; it scales with them.
+_PANEL = 32
+
+
+def model_cost(model: Model) -> ModelCost:
+    """The costs of the parts of a model in its variant.
+
+    Raises UserError if the checkpoint names no tensor of some layer.
+    """
+    checkpoint, variant = model.checkpoint, VARIANTS[model.variant]
+    form = weight_format(variant.weights)
+    matrix_bytes = form.unit_bytes(_PANEL) / (form.unit * _PANEL)
+    layers = [NOTHING] * model.layers
+    embedding, head, table_elements = NOTHING, NOTHING, 0
+    for info in checkpoint.parameters():
+        found = _LAYER.search(info.name)
+        if found is not None and int(found[1]) < model.layers:
+            layers[int(found[1])] += _linear(info, matrix_bytes)
+        elif found is None and _EMBEDDINGS.search(info.name):
+            embedding += PartCost(prod(info.shape) * matrix_bytes, 0.0, 0.0)
+            table_elements = max(table_elements, prod(info.shape))
+        elif found is None:
+            head += _linear(info, matrix_bytes)
+    missing = next((number for number, cost in enumerate(layers) if cost == NOTHING), None)
+    if missing is not None:
+        raise UserError(
+            f"{checkpoint.path} has no tensor of layer {missing} of {model.layers}: "
+            "give the whole checkpoint"
+        )
+    shared = 0.0
+    if checkpoint.ties_head:
+        shared = table_elements * matrix_bytes
+        head += PartCost(shared, shared, 2.0 * table_elements)
+    cache = PartCost(0.0, 0.0, 0.0, _cached_elements(checkpoint.config) * _BYTES[variant.cache])
+    hidden = _number(checkpoint.config, "hidden_size", "n_embd")
+    return ModelCost(
+        [layer + cache for layer in layers], embedding, head, shared, hidden * _ACTIVATION_BYTES
+    )
+
+
+_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+
+
+def _linear(info: TensorInfo, matrix_bytes: float) -> PartCost:
+    """The cost of a tensor that every token is multiplied with; vectors stay in f32."""
+    elements = prod(info.shape)
+    if len(info.shape) < 2:
+        return PartCost(4.0 * elements, 4.0 * elements, elements)
+    size = elements * matrix_bytes
+    return PartCost(size, size, 2.0 * elements)
+
+
+def _cached_elements(config: dict[str, Any]) -> int:
+    """Elements of keys and values that one position adds to one layer's cache."""
+    heads = _number(config, "num_attention_heads", "n_head")
+    size = config.get("head_dim") or _number(config, "hidden_size", "n_embd") // heads
+    return 2 * (config.get("num_key_value_heads") or heads) * int(size)
+
+
+def _number(config: dict[str, Any], *names: str) -> int:
+    for name in names:
+        value = config.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    raise UserError(f"the model's config names no {names[0]}: add it to its config.json")

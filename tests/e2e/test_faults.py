@@ -1,0 +1,261 @@
+"""What goes wrong for real users: the message, the exit code, and that nothing is left running."""
+
+import json
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.command import answer, buddy_pipeline, end, refusal, start
+from tests.mpi.job import TIMEOUT_S, eventually, needs_mpi
+
+WORLD = 3
+FILES = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+@pytest.fixture
+def model(checkpoint: Callable[..., Path], tmp_path: Path) -> Path:
+    """A copy of a tiny model that a test may damage, with a spec beside it."""
+    path = tmp_path / "model"
+    shutil.copytree(checkpoint("llama"), path)
+    (path / "spec.json").write_text(json.dumps({"hf_model_path": str(path)}))
+    return path
+
+
+def ask(model: Path, *more: object) -> list[object]:
+    return ["--spec", model / "spec.json", "--raw", "--prompt", "Hello", "--max-tokens", 4, *more]
+
+
+def ranks_of(job: subprocess.Popen[str]) -> dict[int, psutil.Process]:
+    """The processes of a job's ranks, by rank."""
+    found = {}
+    for process in psutil.Process(job.pid).children(recursive=True):
+        environment = process.environ()
+        if "PMI_RANK" in environment and "buddy-pipeline" in " ".join(process.cmdline()):
+            found[int(environment["PMI_RANK"])] = process
+    return found
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("victim", range(WORLD))
+def test_a_killed_rank_ends_the_job(victim: int, model: Path, cache: Path) -> None:
+    (model / "config.json").write_text(
+        json.dumps(
+            json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 500_000}
+        )
+    )
+    job = start(*ask(model, "--max-tokens", 499_000, "--ignore-eos"), ranks=WORLD, cache=cache)
+    try:
+        assert job.stdout is not None
+        assert job.stdout.read(200), "no text came"
+        processes = ranks_of(job)
+        assert sorted(processes) == list(range(WORLD))
+        processes[victim].kill()
+        job.wait(TIMEOUT_S)  # raises if the job hangs
+        assert job.returncode != 0
+        assert job.stderr is not None
+        assert "Traceback" not in job.stderr.read()
+        assert eventually(lambda: not any(process.is_running() for process in processes.values()))
+    finally:
+        end(job)
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_an_interrupted_job_ends_in_silence(model: Path, cache: Path) -> None:
+    job = start(*ask(model, "--max-tokens", 100, "--ignore-eos"), ranks=2, cache=cache)
+    try:
+        job.send_signal(signal.SIGINT)
+        job.wait(TIMEOUT_S)
+        assert job.returncode != 0
+        assert job.stderr is not None
+        assert "Traceback" not in job.stderr.read()
+    finally:
+        end(job)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.mpi, needs_mpi])])
+def test_a_reader_that_leaves_ends_the_run_in_silence(ranks: int, model: Path, cache: Path) -> None:
+    answer(model / "out.json", *ask(model), cache=cache)
+    job = start(*ask(model, "--max-tokens", 120, "--ignore-eos"), ranks=ranks, cache=cache)
+    try:
+        assert job.stdout is not None and job.stderr is not None
+        job.stdout.close()
+        assert job.wait(TIMEOUT_S) == 128 + signal.SIGPIPE or ranks > 1
+        assert job.returncode != 0
+        assert job.stderr.read() == ""
+        job.stdout = None
+    finally:
+        end(job)
+
+
+def spoil(path: Path, how: str) -> None:
+    data = path.read_bytes()
+    middle = len(data) // 2
+    spoilt = {
+        "truncated": data[:middle],
+        "altered": data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :],
+        "empty": b"",
+        "foreign": b"#!/bin/sh\n" * 20,
+    }
+    path.write_bytes(spoilt[how])
+
+
+@pytest.mark.parametrize("how", ["truncated", "altered", "empty", "foreign"])
+def test_a_damaged_cache_is_rebuilt(how: str, model: Path, cache: Path, tmp_path: Path) -> None:
+    good = answer(tmp_path / "out.json", *ask(model), cache=cache)
+    own = tmp_path / "cache"
+    shutil.copytree(cache, own)
+    for path in own.glob("objects/*"):
+        spoil(path, how)
+    for path in own.glob("plans/*"):
+        spoil(path, how)
+    again = answer(tmp_path / "out.json", *ask(model), cache=own)
+    assert again["token_ids"] == good["token_ids"]
+    assert again["text"] == good["text"]
+
+
+def test_a_cache_without_its_sources_and_objects_is_filled_again(
+    model: Path, cache: Path, tmp_path: Path
+) -> None:
+    good = answer(tmp_path / "out.json", *ask(model), cache=cache)
+    own = tmp_path / "cache"
+    shutil.copytree(cache, own)
+    shutil.rmtree(own / "objects")
+    shutil.rmtree(own / "sources")
+    again = answer(tmp_path / "out.json", *ask(model), cache=own)
+    assert again["token_ids"] == good["token_ids"]
+
+
+def test_a_truncated_weight_file_is_named(model: Path, cache: Path) -> None:
+    weights = model / "model.safetensors"
+    spoil(weights, "truncated")
+    line = refusal(buddy_pipeline(*ask(model), cache=cache))
+    assert str(weights) in line and "truncated" in line
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_what_every_rank_finds_is_said_once(model: Path, cache: Path) -> None:
+    spoil(model / "model.safetensors", "truncated")
+    assert "truncated" in refusal(buddy_pipeline(*ask(model), ranks=WORLD, cache=cache))
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_model_that_cannot_be_planned_is_tried_by_one_rank(model: Path, tmp_path: Path) -> None:
+    change_config(model, hidden_act="sulu")
+    ended = buddy_pipeline(*ask(model), ranks=WORLD, cache=tmp_path / "cache")
+    assert "type 'llama' that transformers can build: KeyError: 'sulu'" in refusal(ended)
+
+
+def change_config(model: Path, **changes: object) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, "1000000000 layers, but the weights are only 29 tensors"),
+        ({"num_hidden_layers": 4}, "has no tensor model.layers.3."),
+        ({"hidden_size": 96}, "model.embed_tokens.weight has shape [261, 84]"),
+        ({"vocab_size": -3}, "does not describe a model of type 'llama'"),
+        ({"num_attention_heads": 0}, "does not describe a model of type 'llama'"),
+        ({"hidden_size": 10**12}, "does not describe a model of type 'llama'"),
+        ({"model_type": "lama"}, "model type 'lama' is not known to the installed transformers"),
+        ({"model_type": "t5"}, "model type 't5' has no causal language model"),
+        ({"model_type": None}, "model_type must be a string"),
+        ({"rope_parameters": {"rope_type": "x"}}, "does not describe a model of type 'llama'"),
+    ],
+)
+@pytest.mark.slow  # most of them need the compilers' own imports
+def test_a_config_that_fits_no_model_or_not_the_weights_is_one_line(
+    changes: dict[str, object], message: str, model: Path, tmp_path: Path
+) -> None:
+    change_config(model, **changes)
+    assert message in refusal(buddy_pipeline(*ask(model), cache=tmp_path / "cache"))
+
+
+def test_a_tokenizer_of_another_model_is_one_line(model: Path, cache: Path) -> None:
+    tokenizer = json.loads((model / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    vocabulary["H"] = 300
+    (model / "tokenizer.json").write_text(json.dumps(tokenizer))
+    line = refusal(buddy_pipeline(*ask(model), cache=cache))
+    assert line.startswith("the tokenizer made token 300, but the model knows only 261")
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"max_token_ln": 5}, "unknown key 'max_token_ln': did you mean 'max_token_len'?"),
+        ({"variant": "f33"}, "variant 'f33' is unknown: did you mean 'f32'?"),
+        ({"max_token_len": 4}, "the prompt has 5 tokens, but the context holds 4"),
+        ({"max_token_len": 4000}, "max_token_len is 4000, but the model has 128 positions"),
+        ({"weights_override": {"total": 5}}, "weights_override.total is 5, but"),
+    ],
+)
+def test_a_spec_that_is_wrong_is_one_line(
+    spec: dict[str, object], message: str, model: Path, cache: Path
+) -> None:
+    (model / "spec.json").write_text(json.dumps({"hf_model_path": str(model), **spec}))
+    assert message in refusal(buddy_pipeline(*ask(model), cache=cache))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--variant", "f33"], "variant 'f33' is unknown"),
+        (["--split", "2,1"], "split 2,1 names 2 ranks, but the pipeline has 1"),
+        (["--split", "2"], "split 2 sums to 2 layers, but the model has 3"),
+        (["--prompt", ""], "the prompt is empty"),
+        (["--prompt", "x" * 129], "the prompt has 129 tokens, but the context holds 128"),
+        (["--local-model", ""], "'--local-model': it is empty: give a path"),
+        (["--local-model", "nowhere"], "--local-model nowhere does not exist"),
+        (["--json", "nowhere/x.json"], "--json nowhere/x.json cannot be written"),
+    ],
+)
+def test_an_option_that_is_wrong_is_one_line(
+    arguments: list[str], message: str, model: Path, cache: Path
+) -> None:
+    assert message in refusal(buddy_pipeline(*ask(model), *arguments, cache=cache))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read (No such file or directory)"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"{", "is not valid JSON"),
+        (b"[]", "must hold a list of messages"),
+        (b'[{"role": "user"}]', "content of message 0 is None"),
+    ],
+)
+def test_a_messages_file_that_is_wrong_is_one_line(
+    content: bytes | None, message: str, model: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "messages.json"
+    if content is not None:
+        path.write_bytes(content)
+    ended = buddy_pipeline("--spec", model / "spec.json", "--messages", path)
+    line = refusal(ended)
+    assert line.startswith(f"--messages {path}") and message in line
+
+
+def test_a_cache_folder_that_cannot_be_made_is_one_line(model: Path) -> None:
+    line = refusal(buddy_pipeline(*ask(model), cache=model / "config.json"))
+    assert "config.json' cannot be used: " in line and "--cache-dir" in line
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_world_with_more_ranks_than_layers_runs(model: Path, cache: Path, tmp_path: Path) -> None:
+    alone = answer(tmp_path / "alone.json", *ask(model), cache=cache)
+    crowded = answer(tmp_path / "crowded.json", *ask(model), ranks=6, cache=cache)
+    assert crowded["token_ids"] == alone["token_ids"]
