@@ -59,6 +59,40 @@ def host_target() -> Target:
     )
 
 
+def check_runs_here(target: Target, what: str) -> None:
+    """Raises UserError, naming both CPUs, if code for `target` cannot run on this machine.
+
+    The same CPU can; so can a level or a generic CPU whose features this one has.
+    """
+    import llvmlite.binding as llvm
+
+    host = host_target()
+    present = {name for name, there in llvm.get_host_cpu_features().items() if there}
+    wanted = {name[1:] for name in target.features.split(",") if name.startswith("+")}
+    wanted |= _LEVEL_FEATURES.get(target.cpu, set())
+    same_kind = target.triple.split("-")[0] == host.triple.split("-")[0]
+    known_cpu = target.cpu == host.cpu or target.cpu in _LEVEL_FEATURES
+    if same_kind and known_cpu and wanted <= present:
+        return
+    lacking = sorted(wanted - present) if same_kind else []
+    why = f", which lacks {', '.join(lacking)}" if lacking else ""
+    raise UserError(
+        f"{what} is compiled for {target.cpu} ({target.triple}), but this machine is {host.cpu}"
+        f" ({host.triple}){why}: build it for this CPU"
+    )
+
+
+_AVX2_LEVEL = {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "sse4.2"}
+#: Features of CPU names that stand for a level and not for one CPU
+#: (x86-64: https://gitlab.com/x86-psABIs/x86-64-ABI, "micro-architecture levels").
+_LEVEL_FEATURES: dict[str, set[str]] = {
+    "x86-64-v3": _AVX2_LEVEL,
+    "x86-64-v4": _AVX2_LEVEL | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "generic": set(),
+    "generic-rv64": set(),
+}
+
+
 def named_target(cpu: str) -> Target:
     """The target with a name of its own: `host` or one of NAMED_TARGETS; UserError for others."""
     if cpu in ("", "host", "native"):

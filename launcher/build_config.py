@@ -107,11 +107,17 @@ def load_config(path: Path) -> BuildConfig:
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or "it is not JSON"
         raise UserError(f"--config {path} cannot be read ({why}): {again}") from None
+    return config_of(data, f"--config {path}")
+
+
+def config_of(data: Any, where: str) -> BuildConfig:
+    """The configuration of `to_json`'s data; UserError, naming `where`, for anything else."""
+    again = "run 'buddy-pipeline gen-config' again"
     if not isinstance(data, dict) or "format" not in data or "model" not in data:
-        raise UserError(f"--config {path} is no build configuration: {again}")
+        raise UserError(f"{where} is no build configuration: {again}")
     if data["format"] != FORMAT_VERSION:
         raise UserError(
-            f"--config {path} has format {data['format']}, but this version reads format"
+            f"{where} has format {data['format']}, but this version reads format"
             f" {FORMAT_VERSION}: {again}"
         )
     try:
@@ -126,4 +132,4 @@ def load_config(path: Path) -> BuildConfig:
             model=dict(data["model"]),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"--config {path} is not complete ({error}): {again}") from None
+        raise UserError(f"{where} is not complete ({error}): {again}") from None

@@ -93,35 +93,50 @@ def export_weights(
     )
 
 
-def map_weights(
-    folder: Path, parameters: Iterable[Parameter], source: Path | None, variant: str
-) -> dict[Parameter, np.ndarray] | None:
-    """The packed parameters, uint8, mapped from the folder's files.
+@dataclass(frozen=True)
+class Place:
+    """Where a packed parameter lies."""
 
-    None if some are not there or not as they were written, or if they were made from something
-    other than what is at `source` now (None: whatever they were made from is right).
+    file: Path
+    offset: int
+
+
+def parameter_places(
+    folder: Path, parameters: Iterable[Parameter], source: tuple[Path, str] | None = None
+) -> dict[str, Place] | None:
+    """Where the packed parameters lie, by `parameter_key`.
+
+    None if some are not there or not as they were written, or if they were not made from what is
+    at `source`, a checkpoint's path and the variant, now.
     """
     manifest = _read_manifest(folder)
     if manifest is None:
         return None
-    if source is not None and manifest["source"] != _describe_source(source, variant):
+    if source is not None and manifest["source"] != _describe_source(*source):
         return None
     places = {
-        key: (name, offset)
+        key: Place(folder / name, offset)
         for name, file in manifest["files"].items()
         if _is_unchanged(folder / name, file)
         for key, offset in file["parameters"].items()
     }
-    maps: dict[str, np.ndarray] = {}
+    wanted = [parameter_key(parameter) for parameter in parameters]
+    return {key: places[key] for key in wanted} if places.keys() >= set(wanted) else None
+
+
+def map_weights(
+    folder: Path, parameters: Sequence[Parameter], source: tuple[Path, str] | None = None
+) -> dict[Parameter, np.ndarray] | None:
+    """The packed parameters, uint8, mapped from the folder's files; None as `parameter_places`."""
+    places = parameter_places(folder, parameters, source)
+    if places is None:
+        return None
+    maps = {place.file: map_file(place.file) for place in places.values()}
     found = {}
-    for parameter in dict.fromkeys(parameters):
-        place = places.get(_key(parameter))
-        if place is None:
-            return None
-        name, offset = place
-        if name not in maps:
-            maps[name] = _map(folder / name)
-        found[parameter] = maps[name][offset : offset + packed_bytes(parameter)]
+    for parameter in parameters:
+        place = places[parameter_key(parameter)]
+        end = place.offset + packed_bytes(parameter)
+        found[parameter] = maps[place.file][place.offset : end]
     return found
 
 
@@ -188,7 +203,7 @@ def _packed(parameter: Parameter, checkpoint: Checkpoint) -> np.ndarray:
     return place
 
 
-def _key(parameter: Parameter) -> str:
+def parameter_key(parameter: Parameter) -> str:
     """What a parameter's packed bytes depend on, besides the source."""
     return hashlib.sha256(json.dumps(asdict(parameter)).encode()).hexdigest()[:32]
 
@@ -212,7 +227,7 @@ def _describe_stat(path: Path) -> dict[str, int]:
 
 
 def _describe_file(folder: Path, unit: _UnitFile) -> dict[str, Any]:
-    parameters = {_key(parameter): offset for parameter, offset in unit.places.items()}
+    parameters = {parameter_key(parameter): offset for parameter, offset in unit.places.items()}
     return {**_describe_stat(folder / unit.name), "parameters": parameters}
 
 
@@ -241,7 +256,7 @@ def _read_manifest(folder: Path) -> dict[str, Any] | None:
     return manifest if {"source", "files"} <= manifest.keys() else None
 
 
-def _map(path: Path) -> np.ndarray:
+def map_file(path: Path) -> np.ndarray:
     """A file's bytes, uint8, read-only; pages come in as they are touched."""
     with path.open("rb") as file:
         buffer = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
