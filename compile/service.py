@@ -117,14 +117,18 @@ def ensure_objects(
         _Workers(cache, target) as workers,
         ThreadPoolExecutor(max(1, min(jobs, len(missing)))) as pool,
     ):
-        for wait in (False, True):
-            tries = [pool.submit(_build, key, cache, workers, wait) for key in missing]
-            for key, attempt in zip(list(missing), tries, strict=True):
-                built = attempt.result()
-                if built is not None:
-                    missing.remove(key)
-                    progress(built)
-                    results.append(built)
+        try:
+            for wait in (False, True):
+                tries = [pool.submit(_build, key, cache, workers, wait) for key in missing]
+                for key, attempt in zip(list(missing), tries, strict=True):
+                    built = attempt.result()
+                    if built is not None:
+                        missing.remove(key)
+                        progress(built)
+                        results.append(built)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)  # begin nothing more
+            raise
     return results
 
 
@@ -211,7 +215,8 @@ class _Worker:
         self._reader.join()
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             if stream is not None:
-                stream.close()
+                with contextlib.suppress(BrokenPipeError):  # a request that it never read
+                    stream.close()
 
     def _collect_errors(self) -> None:
         assert self._process.stderr is not None

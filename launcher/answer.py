@@ -1,82 +1,84 @@
-"""One prompt to one answer on rank 0: its text streamed, its figures measured."""
+"""Tokens to answers: the texts put together and measured, for one prompt or many at once."""
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from buddy_pipeline.launcher.generate import check_prompt_length, generate
-from buddy_pipeline.launcher.output import Result, Statistics, TextStream
-from buddy_pipeline.launcher.paths import check_writable
-from buddy_pipeline.launcher.prompt import encode_prompt
-from buddy_pipeline.launcher.settings import RunSettings
-from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
+from buddy_pipeline.launcher.generate import Request, Token, generate_all
+from buddy_pipeline.launcher.output import Result, Statistics
 
 if TYPE_CHECKING:
     from buddy_pipeline.launcher.tokenizer import Tokenizer
     from buddy_pipeline.ranks.engine import Engine
 
-
-def check_request(settings: RunSettings, tokenizer: Tokenizer, context_length: int) -> None:
-    """Raises UserError for what would make `answer` fail, before anything is compiled or loaded.
-
-    For rank 0: the prompt's file and the folder of the JSON need not exist on other hosts.
-    """
-    check_prompt_length(len(encode_prompt(settings.prompt, tokenizer)), context_length)
-    if settings.json_path is not None:
-        check_writable("--json", settings.json_path)
+_MEMORY_AGE_S = 10.0
+"""How old the ranks' figures of peak memory may be when a result takes them: to ask, rank 0 waits
+for all steps under way."""
 
 
-def answer(
+def answer_all(
     engine: Engine,
     tokenizer: Tokenizer,
-    settings: RunSettings,
-    sampler: Callable[[SamplingOptions], Sampler] = make_sampler,
-) -> Result:
-    """Generates what the settings ask for, streaming the text to standard output.
+    requests: Iterable[Request],
+    on_token: Callable[[int, Token], None] = lambda number, token: None,
+) -> Iterator[tuple[int, Result]]:
+    """Runs requests and yields (number of the request, its result) as each is finished.
 
-    Raises UserError for a prompt that cannot be read, is empty or too long.
+    `on_token` sees every token as it comes. Times count from when the engine gets the request.
     """
-    prompt_ids = encode_prompt(settings.prompt, tokenizer)
-    stream = TextStream(sys.stdout)
-    token_ids: list[int] = []
-    pieces: list[str] = []
+    answers: dict[int, _Answer] = {}
 
-    start = first = last = time.perf_counter()
-    for token in generate(
-        engine,
-        tokenizer,
-        prompt_ids,
-        settings.sampling,
-        top_logits=settings.top_logits,
-        sampler=sampler,
-    ):
-        last = time.perf_counter()
-        if not token_ids:
-            first = last
-            top_logits = token.top_logits
-        stream.write(token.text)
-        token_ids.append(token.id)
-        pieces.append(token.text)
-        finish_reason = token.finish_reason
-    stream.finish()
+    def noted() -> Iterator[Request]:
+        for number, request in enumerate(requests):
+            answers[number] = _Answer(request)
+            yield request
 
-    assert finish_reason is not None  # generate() promises it on the last token
-    after_first = len(token_ids) - 1
-    return Result(
-        prompt_ids=prompt_ids,
-        token_ids=token_ids,
-        text="".join(pieces),
-        finish_reason=finish_reason,
-        stats=Statistics(
-            prompt_tokens=len(prompt_ids),
-            prompt_tokens_per_s=len(prompt_ids) / (first - start),
-            generation_tokens=len(token_ids),
-            generation_tokens_per_s=after_first / (last - first) if after_first else None,
-            time_to_first_token_s=first - start,
-            peak_memory_bytes=engine.peak_memory(),
-        ),
-        top_logits=top_logits,
-    )
+    peaks: list[int] = []
+    asked = -_MEMORY_AGE_S
+    for number, token in generate_all(engine, tokenizer, noted()):
+        answer = answers[number]
+        answer.add(token)
+        on_token(number, token)
+        if token.finish_reason is not None:
+            if time.monotonic() - asked >= _MEMORY_AGE_S:
+                peaks, asked = engine.peak_memory(), time.monotonic()
+            yield number, answers.pop(number).result(token, peaks)
+
+
+class _Answer:
+    """A result in the making."""
+
+    def __init__(self, request: Request) -> None:
+        self._prompt_ids = request.prompt_ids
+        self._tokens: list[Token] = []
+        self._start = self._first = self._last = time.perf_counter()
+
+    def add(self, token: Token) -> None:
+        self._last = time.perf_counter()
+        if not self._tokens:
+            self._first = self._last
+        self._tokens.append(token)
+
+    def result(self, last: Token, peaks: list[int]) -> Result:
+        assert last.finish_reason is not None
+        tokens, to_first = self._tokens, self._first - self._start
+        after_first = len(tokens) - 1
+        seconds = self._last - self._first
+        return Result(
+            prompt_ids=self._prompt_ids,
+            token_ids=[token.id for token in tokens],
+            text="".join(token.text for token in tokens),
+            finish_reason=last.finish_reason,
+            stats=Statistics(
+                prompt_tokens=len(self._prompt_ids),
+                prompt_tokens_per_s=len(self._prompt_ids) / to_first,
+                reused_prompt_tokens=tokens[0].reused,
+                generation_tokens=len(tokens),
+                generation_tokens_per_s=after_first / seconds if after_first else None,
+                time_to_first_token_s=to_first,
+                peak_memory_bytes=peaks,
+            ),
+            top_logits=tokens[0].top_logits,
+        )

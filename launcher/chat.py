@@ -71,21 +71,25 @@ def read_messages(path: Path) -> list[Message]:
         ) from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"--messages {path} is not valid JSON: {error}") from None
+    check_messages(messages, f"--messages {path}")
+    return messages
+
+
+def check_messages(messages: Any, where: str) -> None:
+    """Raises UserError, prefixed with `where`, for what is not a list of messages."""
     if not isinstance(messages, list) or not messages:
         raise UserError(
-            f"--messages {path} must hold a list of messages, such as"
+            f"{where} must hold a list of messages, such as"
             ' [{"role": "user", "content": "Hello"}]'
         )
     for index, message in enumerate(messages):
         if not isinstance(message, dict):
-            raise UserError(f"--messages {path}: message {index} is {message!r}: give an object")
+            raise UserError(f"{where}: message {index} is {message!r}: give an object")
         for key in ("role", "content"):
             if not isinstance(message.get(key), str):
                 raise UserError(
-                    f"--messages {path}: {key} of message {index} is {message.get(key)!r}:"
-                    " give a text"
+                    f"{where}: {key} of message {index} is {message.get(key)!r}: give a text"
                 )
-    return messages
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -15,7 +15,9 @@ from buddy_pipeline.launcher.build_commands import add_build_commands
 from buddy_pipeline.launcher.console import print_common_error
 from buddy_pipeline.launcher.default_command import DefaultCommandGroup
 from buddy_pipeline.launcher.settings import (
+    MAX_SEQUENCES,
     Balance,
+    BatchSettings,
     PlanBalance,
     PlanSettings,
     RunSettings,
@@ -59,6 +61,9 @@ def run(
     split: options.Split = None,
     balance: options.Balance = Balance.EVEN,
     cache_dir: options.CacheDir = None,
+    prefill_chunk: options.PrefillChunk = None,
+    kv_memory: options.KvMemory = None,
+    step_timeout: options.StepTimeout = None,
     json_file: options.JsonFile = None,
     top_logits: options.TopLogits = 0,
     profile_out: options.ProfileOut = None,
@@ -81,8 +86,9 @@ def run(
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
         )
-    except UserError as error:  # its message starts with the option's name
-        raise UserError(f"--{error}") from None
+    except UserError as error:  # its message starts with the field's name
+        name, rest = str(error).split(" ", 1)
+        raise UserError(f"--{name.replace('_', '-')} {rest}") from None
     if top_logits and json_file is None:
         raise UserError(f"--top-logits {top_logits} has nowhere to go: add --json FILE")
     _check_balance(split, balance)
@@ -94,6 +100,9 @@ def run(
         split=_split(split),
         balance=balance,
         cache_dir=cache_dir,
+        prefill_chunk=prefill_chunk,
+        kv_memory_bytes=kv_memory,
+        step_timeout_s=step_timeout,
         prompt=PromptSource(prompt, prompt_file, messages, raw),
         sampling=sampling,
         top_logits=top_logits,
@@ -104,6 +113,51 @@ def run(
     from buddy_pipeline.launcher.running import run_command
 
     return run_command(settings)
+
+
+@app.command("batch", help="Answers many prompts at once, from a file of JSON lines to another.")
+def batch(
+    *,
+    spec: options.Spec,
+    variant: options.Variant = None,
+    local_model: options.LocalModel = None,
+    input: options.BatchInput,
+    threads: options.Threads = None,
+    split: options.Split = None,
+    balance: options.Balance = Balance.EVEN,
+    cache_dir: options.CacheDir = None,
+    max_sequences: options.MaxSequences = MAX_SEQUENCES,
+    microbatches: options.Microbatches = None,
+    prefill_chunk: options.PrefillChunk = None,
+    kv_memory: options.KvMemory = None,
+    step_timeout: options.StepTimeout = None,
+    output: options.BatchOutput,
+    profile_out: options.ProfileOut = None,
+    stats: options.Stats = True,
+) -> int:
+    """Keeps all ranks busy with as many sequences as are to run at once."""
+    _check_balance(split, balance)
+    settings = BatchSettings(
+        spec=spec,
+        variant=variant,
+        local_model=local_model,
+        threads=threads,
+        split=_split(split),
+        balance=balance,
+        cache_dir=cache_dir,
+        max_sequences=max_sequences,
+        microbatches=microbatches,
+        prefill_chunk=prefill_chunk,
+        kv_memory_bytes=kv_memory,
+        step_timeout_s=step_timeout,
+        profile_out=profile_out,
+        input=input,
+        output=output,
+        stats=stats,
+    )
+    from buddy_pipeline.launcher.batch import batch_command
+
+    return batch_command(settings)
 
 
 @app.command("verify", help="Checks that a split covers the model's whole graph, in order.")

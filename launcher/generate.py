@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from buddy_pipeline.launcher.stop_texts import StopTexts
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
+from buddy_pipeline.ranks.sampling import SamplingOptions, make_sampler
+from buddy_pipeline.ranks.sequence import Sequence
 
 if TYPE_CHECKING:
     from buddy_pipeline.launcher.tokenizer import Tokenizer
@@ -19,8 +20,15 @@ if TYPE_CHECKING:
 FinishReason = Literal["eos", "stop", "length"]
 """An end-of-sequence token; a stop text; as many tokens as asked for, or a full context."""
 
-_SLOT = 0
-"""The sequence's place in the KV cache: a command line runs one sequence."""
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for one prompt."""
+
+    prompt_ids: list[int]
+    sampling: SamplingOptions
+    top_logits: int = 0
+    """How many of the best logits after the prompt are wanted."""
 
 
 @dataclass(frozen=True)
@@ -34,58 +42,92 @@ class Token:
     """Set on the last token."""
     top_logits: tuple[tuple[int, float], ...] = ()
     """On the first token, when asked for: (id, logit) of the best tokens after the prompt."""
+    reused: int = 0
+    """On the first token: tokens of the prompt that another sequence had computed already."""
 
 
-def generate(
-    engine: Engine,
-    tokenizer: Tokenizer,
-    prompt_ids: Sequence[int],
-    options: SamplingOptions,
-    *,
-    top_logits: int = 0,
-    sampler: Callable[[SamplingOptions], Sampler] = make_sampler,
-) -> Iterator[Token]:
-    """Yields each token as soon as it is sampled; at least one, and the last has a finish reason.
+def generate(engine: Engine, tokenizer: Tokenizer, request: Request) -> Iterator[Token]:
+    """`generate_all` for one request."""
+    for _, token in generate_all(engine, tokenizer, [request]):
+        yield token
 
-    The token that ends the sequence is yielded too; its text is not, except with
-    `options.ignore_eos`, when control tokens are ordinary ones and the text spells them out. Raises
-    UserError for a prompt that is empty, longer than the context or not of the model's tokens.
+
+def generate_all(
+    engine: Engine, tokenizer: Tokenizer, requests: Iterable[Request]
+) -> Iterator[tuple[int, Token]]:
+    """Runs requests through the engine and yields (number of the request, its next token).
+
+    Each request has at least one token, and its last one has a finish reason. Tokens of different
+    requests come in any order, each as soon as it is sampled. The token that ends a sequence is
+    yielded too; its text is not, except with `ignore_eos`, when control tokens are ordinary ones
+    and the text spells them out. Requests are taken from the iterable only as the engine has use
+    for them. Raises UserError for a prompt that is empty, longer than the context or not of the
+    model's tokens. Closing the iterator ends all sequences.
     """
-    check_prompt_length(len(prompt_ids), engine.context_length)
-    _check_vocabulary(prompt_ids, engine.vocab_size)
-    sample = sampler(options)
-    text_of = tokenizer.detokenizer(keep_special=options.ignore_eos)
-    stops = StopTexts(options.stop)
-    history = list(prompt_ids)
-    # The last token needs no place in the context: nothing is computed from it.
-    budget = min(options.max_tokens, engine.context_length - len(prompt_ids) + 1)
+    queue = enumerate(requests)
+    running: dict[Sequence, _Generation] = {}
+    try:
+        while True:
+            for number, request in queue:
+                check_prompt(request.prompt_ids, engine)
+                generation = _Generation(number, request, tokenizer, engine.context_length)
+                running[generation.sequence] = generation
+                engine.submit(generation.sequence)
+                if engine.waiting >= engine.max_sequences:
+                    break
+            tokens = []  # all of them before the first is yielded: the logits last no longer
+            for each in engine.advance():
+                generation = running[each.sequence]
+                token = generation.token(each.token, each.logits)
+                if token.finish_reason is not None:
+                    engine.finish(each.sequence)
+                    del running[each.sequence]
+                tokens.append((generation.number, token))
+            if not tokens:
+                return
+            yield from tokens
+    finally:
+        for sequence in running:
+            engine.finish(sequence)
 
-    logits = engine.prefill(_SLOT, np.asarray(history, dtype=np.int64))
-    best = _best_logits(logits, top_logits)
-    for remaining in range(budget - 1, -1, -1):
-        id = sample(logits, history)
+
+class _Generation:
+    """One request on its way: from sampled ids to tokens with text and a reason to end."""
+
+    def __init__(self, number: int, request: Request, tokenizer: Tokenizer, context: int) -> None:
+        options = request.sampling
+        self.number = number
+        self.sequence = Sequence(list(request.prompt_ids), make_sampler(options))
+        # The last token needs no place in the context: nothing is computed from it.
+        self._remaining = min(options.max_tokens, context - len(request.prompt_ids) + 1)
+        self._eos_ids = frozenset[int]() if options.ignore_eos else tokenizer.eos_ids
+        self._text = tokenizer.detokenizer(keep_special=options.ignore_eos)
+        self._stops = StopTexts(options.stop)
+        self._top_logits = request.top_logits
+
+    def token(self, id: int, logits: np.ndarray) -> Token:
+        """The sampled `id` as a token; `logits` [vocab] are those that it was chosen from."""
+        is_first = len(self.sequence.ids) == self.sequence.prompt_length + 1
+        best = _best_logits(logits, self._top_logits) if is_first else ()
+        self._remaining -= 1
+        text = ""
         finish: FinishReason | None = None
-        if id in tokenizer.eos_ids and not options.ignore_eos:
-            text, finish = "", "eos"
+        if id in self._eos_ids:
+            finish = "eos"
         else:
-            text, stopped = stops.push(text_of.push(id))
+            text, stopped = self._stops.push(self._text.push(id))
             if stopped:
                 finish = "stop"
-            elif remaining == 0:
+            elif self._remaining == 0:
                 finish = "length"
         if finish in ("eos", "length"):
-            rest, stopped = stops.push(text_of.finish())
+            rest, stopped = self._stops.push(self._text.finish())
             text += rest
             if stopped:
                 finish = "stop"
             else:
-                text += stops.finish()
-        yield Token(id, text, finish, best)
-        if finish is not None:
-            return
-        best = ()
-        history.append(id)
-        logits = engine.decode(_SLOT, id, len(history) - 1)
+                text += self._stops.finish()
+        return Token(id, text, finish, best, self.sequence.reused if is_first else 0)
 
 
 def check_prompt_length(length: int, context: int) -> None:
@@ -99,12 +141,14 @@ def check_prompt_length(length: int, context: int) -> None:
         )
 
 
-def _check_vocabulary(prompt_ids: Sequence[int], vocab_size: int) -> None:
-    """Raises UserError for tokens of a tokenizer that is not the model's."""
-    largest = max(prompt_ids)
-    if largest >= vocab_size:
+def check_prompt(ids: list[int], engine: Engine) -> None:
+    """Raises UserError for what the engine cannot take: also for tokens of a tokenizer that is not
+    the model's."""
+    check_prompt_length(len(ids), engine.context_length)
+    largest = max(ids)
+    if largest >= engine.vocab_size:
         raise UserError(
-            f"the tokenizer made token {largest}, but the model knows only {vocab_size}:"
+            f"the tokenizer made token {largest}, but the model knows only {engine.vocab_size}:"
             " use the tokenizer that belongs to the model"
         )
 

@@ -15,11 +15,10 @@ from buddy_pipeline.launcher.model import Model
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role
 from buddy_pipeline.ranks.affinity import prepare_threads, threads_for
-from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.messages import Bounds
 from buddy_pipeline.ranks.packing import check_parameters, pack_parameters
+from buddy_pipeline.ranks.playback import Playback
 from buddy_pipeline.ranks.stage import DRIVER_SYMBOLS, Stage, StageSizes, needed_partitions
-from buddy_pipeline.ranks.transport import Loopback
 from buddy_pipeline.ranks.world import World, join_world
 
 
@@ -81,16 +80,12 @@ def load_stage(
 @contextmanager
 def open_engine(
     model: Model, threads: int | None, sizes: StepSizes, cache: Cache, show: bool = False
-) -> Iterator[tuple[Engine, LoadedStage]]:
+) -> Iterator[tuple[Playback, LoadedStage]]:
     """The whole model in this process, without MPI; arguments and errors as in `load_stage`."""
     world = join_world({})
     loaded = load_stage(model, world, range(model.layers), threads, sizes, cache, show)
     bounds = Bounds(model.context, sizes.slots, loaded.plan.vocab_size)
-    engine = Engine(loaded.stage, Loopback(sizes.tokens, sizes.rows), bounds)
-    try:
-        yield engine, loaded
-    finally:
-        engine.close()
+    yield Playback(loaded.stage, bounds, tokens=sizes.tokens, rows=sizes.rows), loaded
 
 
 def _library(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Library:

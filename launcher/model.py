@@ -85,7 +85,7 @@ def open_model(settings: ModelSettings) -> Model:
 
 def _context(spec: Spec, config: dict[str, Any]) -> int:
     """The spec's context, or the model's."""
-    trained = _first_number(config, _POSITIONS)
+    trained = first_number(config, _POSITIONS)
     if spec.max_token_len is None:
         return trained or _DEFAULT_CONTEXT
     if trained is not None and spec.max_token_len > trained:
@@ -108,7 +108,7 @@ def _layer_count(checkpoint: Checkpoint) -> int:
 
 
 def _layers(config: dict[str, Any]) -> int:
-    layers = _first_number(config, _LAYERS)
+    layers = first_number(config, _LAYERS)
     if layers is None:
         raise UserError(
             f"the model's config names no number of layers: add {_LAYERS[0]} to its config.json"
@@ -116,7 +116,7 @@ def _layers(config: dict[str, Any]) -> int:
     return layers
 
 
-def _first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
+def first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
     """The first of these entries that is a positive whole number."""
     for name in names:
         value = config.get(name)

@@ -11,7 +11,7 @@ from typing import Any
 
 from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.variant import VARIANTS
-from buddy_pipeline.launcher.model import Model
+from buddy_pipeline.launcher.model import Model, first_number
 from buddy_pipeline.partition.cost import NOTHING, ModelCost, PartCost
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint.checkpoint import TensorInfo
@@ -81,8 +81,7 @@ def _cached_elements(config: dict[str, Any]) -> int:
 
 
 def _number(config: dict[str, Any], *names: str) -> int:
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
-    raise UserError(f"the model's config names no {names[0]}: add it to its config.json")
+    value = first_number(config, names)
+    if value is None:
+        raise UserError(f"the model's config names no {names[0]}: add it to its config.json")
+    return value

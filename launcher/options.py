@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from buddy_pipeline.launcher import settings
-from buddy_pipeline.launcher.numbers import number, whole_number
+from buddy_pipeline.launcher.numbers import byte_size, number, positive_number, whole_number
 from buddy_pipeline.launcher.paths import path
 
 _MODEL, _PROMPT, _SAMPLING = "Model", "Prompt", "Sampling"
@@ -106,6 +106,43 @@ Sequences = Annotated[int, _whole(_PIPELINE, "Sequences at once.", least=1)]
 CacheDir = Annotated[
     Path | None, _path(_PIPELINE, "Folder of compiled objects; default in the user's cache.")
 ]
+MaxSequences = Annotated[
+    int, _whole(_PIPELINE, "Sequences that run at once; others wait.", least=1)
+]
+Microbatches = Annotated[
+    int | None,
+    _whole(
+        _PIPELINE,
+        "Parts that the running sequences are dealt out to; default by the ranks' measured times.",
+        least=1,
+    ),
+]
+PrefillChunk = Annotated[
+    int | None,
+    _whole(
+        _PIPELINE,
+        "Most prompt tokens in a step; default by the ranks and by what else runs.",
+        least=1,
+    ),
+]
+KvMemory = Annotated[
+    int | None,
+    _option(
+        _PIPELINE,
+        "Memory for the KV cache on each rank, such as 2G; default most of what is free.",
+        metavar="BYTES",
+        parser=byte_size,
+    ),
+]
+StepTimeout = Annotated[
+    float | None,
+    _option(
+        _PIPELINE,
+        "End the job, naming the rank, when a step takes longer; default never.",
+        metavar="SECONDS",
+        parser=positive_number,
+    ),
+]
 Rank = Annotated[int, _whole(_PIPELINE, "The rank to compile for.", least=0)]
 World = Annotated[int, _whole(_PIPELINE, "How many ranks there are.", least=1)]
 Jobs = Annotated[
@@ -131,6 +168,22 @@ ProfileOut = Annotated[
     ),
 ]
 Stats = Annotated[bool, _option(_OUTPUT, "Statistics on standard error.", "--stats/--no-stats")]
+BatchInput = Annotated[
+    Path,
+    _path(
+        _PROMPT,
+        "JSON lines: an object each with id, prompt or messages, raw, and sampling options.",
+        "--input",
+    ),
+]
+BatchOutput = Annotated[
+    Path,
+    _path(
+        _OUTPUT,
+        "JSON lines with the results; those of an interrupted run are kept and not done again.",
+        "--output",
+    ),
+]
 Report = Annotated[
     Path | None, _path(_OUTPUT, "File for the JSON report; default standard output.")
 ]

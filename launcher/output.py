@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from buddy_pipeline.launcher.generate import FinishReason
 from buddy_pipeline.partition.errors import UserError
@@ -21,6 +21,8 @@ class Statistics:
     prompt_tokens: int
     prompt_tokens_per_s: float
     """Over the time to the first token."""
+    reused_prompt_tokens: int
+    """Tokens of the prompt that another sequence had computed already."""
     generation_tokens: int
     generation_tokens_per_s: float | None
     """Over the time after the first token; None when there is no second."""
@@ -89,13 +91,19 @@ class TextStream:
         self.write("\n")
 
 
+def result_fields(result: Result) -> dict[str, Any]:
+    """The result as JSON has it; `top_logits` only if they were asked for."""
+    fields = asdict(result)
+    if result.top_logits:
+        fields["top_logits"] = [[id, logit] for id, logit in result.top_logits]
+    else:
+        del fields["top_logits"]
+    return fields
+
+
 def write_json(path: Path, result: Result) -> None:
     """Writes the result atomically: readers see the old file or the whole new one."""
-    content = asdict(result)
-    if result.top_logits:
-        content["top_logits"] = [[id, logit] for id, logit in result.top_logits]
-    else:
-        del content["top_logits"]
+    content = result_fields(result)
     try:
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 from buddy_pipeline.partition.errors import UserError
 
 if TYPE_CHECKING:
+    from buddy_pipeline.launcher.chat import Message
     from buddy_pipeline.launcher.tokenizer import Tokenizer
 
 
@@ -48,25 +50,31 @@ def encode_prompt(source: PromptSource, tokenizer: Tokenizer) -> list[int]:
     Raises UserError for a file that cannot be read, an empty prompt, a model without a chat
     template, and a template that refuses the messages.
     """
-    # Jinja takes longer to import than a raw prompt to encode.
-    from buddy_pipeline.launcher.chat import Message, read_messages, render_chat
+    if source.messages is None:
+        return encode_text(_read_text(source), tokenizer, raw=source.raw)
+    from buddy_pipeline.launcher.chat import read_messages
 
-    messages: list[Message]
-    if source.messages is not None:
-        messages = read_messages(source.messages)
-    else:
-        text = _read_text(source)
-        if not text:
-            raise UserError("the prompt is empty: give some text")
-        if source.raw:
-            return tokenizer.encode(_checked(text))
-        messages = [{"role": "user", "content": text}]
+    return encode_messages(read_messages(source.messages), tokenizer)
+
+
+def encode_text(text: str, tokenizer: Tokenizer, *, raw: bool) -> list[int]:
+    """Token ids of a text, the prompt itself with `raw`, else what a user says in a chat."""
+    if not text:
+        raise UserError("the prompt is empty: give some text")
+    if raw:
+        return tokenizer.encode(_checked(text))
     if tokenizer.chat_template is None:
-        raise UserError(
-            "the model has no chat template: pass --raw to give it the prompt as it is"
-            if source.messages is None
-            else "the model has no chat template for --messages: use --prompt with --raw"
-        )
+        raise UserError("the model has no chat template: pass --raw to give it the prompt as it is")
+    return encode_messages([{"role": "user", "content": text}], tokenizer)
+
+
+def encode_messages(messages: Sequence[Message], tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a conversation, up to where the answer begins."""
+    # Jinja takes longer to import than a raw prompt to encode.
+    from buddy_pipeline.launcher.chat import render_chat
+
+    if tokenizer.chat_template is None:
+        raise UserError("the model has no chat template for --messages: use --prompt with --raw")
     text = render_chat(tokenizer.chat_template, messages, tokenizer.special_tokens)
     return tokenizer.encode(_checked(text), add_special=False)
 

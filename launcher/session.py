@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.manifest import Plan
 from buddy_pipeline.compile.target import host_target
-from buddy_pipeline.launcher.answer import check_request
 from buddy_pipeline.launcher.balancing import first_ranges, measured_ranges
 from buddy_pipeline.launcher.building import plan_model
 from buddy_pipeline.launcher.loading import LoadedStage, StepSizes, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
-from buddy_pipeline.launcher.settings import Balance, RunSettings
+from buddy_pipeline.launcher.settings import Balance, PipelineSettings
 from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.faults import agree, exit_alone, guarded
+from buddy_pipeline.ranks.kv_memory import kv_positions
 from buddy_pipeline.ranks.measuring import BlockTimes, block_times
 from buddy_pipeline.ranks.messages import Bounds
 from buddy_pipeline.ranks.profile import (
@@ -29,18 +29,24 @@ from buddy_pipeline.ranks.profile import (
     check_folder,
     profile_settings,
 )
-from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
+from buddy_pipeline.ranks.scheduler import Limits, Scheduler
 from buddy_pipeline.ranks.serve import serve
+from buddy_pipeline.ranks.slots import MOST_CHANGES, Slots, kv_tiers
 from buddy_pipeline.ranks.stage import Stage
 from buddy_pipeline.ranks.transport import Loopback, Transport
+from buddy_pipeline.ranks.watchdog import WatchedStage
 from buddy_pipeline.ranks.world import World, join_world
 
 _T = TypeVar("_T")
 
 #: Tokens of one step at most: enough to reuse weights from cache, few enough for small buffers.
 CHUNK = 512
-#: Sequences in the KV cache, and logits rows of one step.
-SLOTS = ROWS = 1
+#: Slots of the KV cache for each sequence that may run: one for it, one for a finished sequence
+#: whose prefix may be wanted again.
+SLOTS_A_SEQUENCE = 2
+
+Check = Callable[[Tokenizer, int], None]
+"""Raises UserError for what rank 0 could not do with this tokenizer and context length."""
 
 
 @dataclass
@@ -50,7 +56,7 @@ class Session:
     rank: int
     engine: Engine | None
     tokenizer: Tokenizer
-    _stage: Stage
+    _stage: Stage | WatchedStage
     _ring: Transport | Loopback
     _profiler: Profiler | None
 
@@ -58,11 +64,6 @@ class Session:
         """Ranks other than 0: computes for the pipeline until rank 0 closes it."""
         assert isinstance(self._ring, Transport)
         serve(self._stage, self._ring)
-
-    def sampler(self, options: SamplingOptions) -> Sampler:
-        """A sampler whose calls the profile sees, if there is one."""
-        sample = make_sampler(options)
-        return sample if self._profiler is None else self._profiler.sampler(sample)
 
     def close(self) -> None:
         """Ends the pipeline, on rank 0 for all ranks; rank 0 shows the profile, if there is one."""
@@ -73,26 +74,37 @@ class Session:
 
 
 @contextmanager
-def open_session(settings: RunSettings) -> Iterator[Session]:
+def open_session(
+    settings: PipelineSettings, check: Check | None = None, *, library: bool = False
+) -> Iterator[Session]:
     """Meets the other ranks, compiles what is missing, loads this rank's weights.
 
     What a user can mend on any rank ends all ranks with exit code 2 before anything computes.
+    `check` is called on rank 0 before anything is compiled or loaded.
+
+    A command's errors and signals end its process, with one line. With `library` they are the
+    calling program's: a world of one raises what goes wrong as it is, and a rank whose failure
+    ends all ranks prints its traceback.
     """
     try:
         world = join_world()
     except UserError as error:
+        if library:
+            raise
         exit_alone(error)
-    with guarded(world):
+    alone = world.comm is None
+    with nullcontext() if library and alone else guarded(world, show_traceback=library):
         # What costs nothing to find out comes first. Then one rank of each host makes the plan, so
         # that a model that cannot be planned is not tried by one rank after the other.
-        opened = _together(world, lambda: _open(world, settings))
-        if world.world > 1:
+        opened = _together(world, lambda: _open(world, settings, check))
+        if not alone:
             _together(world, lambda: _plan(world, opened) if world.local_rank == 0 else None)
-        session = _connect(world, opened, _load_balanced(world, opened, settings))
+        loaded = _load_balanced(world, opened, settings)
+        session = _connect(world, opened, loaded, settings)
         try:
             yield session
         except UserError as error:
-            if session.engine is None:
+            if session.engine is None or alone:
                 raise
             session.close()
             exit_alone(error)
@@ -101,6 +113,8 @@ def open_session(settings: RunSettings) -> Iterator[Session]:
 
 def _together(world: World, prepare: Callable[[], _T]) -> _T:
     """Runs a preparation on every rank; a user's error on any ends all."""
+    if world.comm is None:
+        return prepare()
     outcome: _T | UserError
     try:
         outcome = prepare()
@@ -123,15 +137,16 @@ class _Opened:
     profile: ProfileSettings | None
 
 
-def _open(world: World, settings: RunSettings) -> _Opened:
+def _open(world: World, settings: PipelineSettings, check: Check | None) -> _Opened:
     model = open_model(settings)
     profile = profile_settings(settings.profile_out)
-    ranges = first_ranges(model, world.world, settings.split, settings.balance, SLOTS)
+    most = settings.max_sequences
+    ranges = first_ranges(model, world.world, settings.split, settings.balance, most)
     tokenizer = open_tokenizer(model.checkpoint.tokenizer)
-    if world.rank == 0:
-        check_request(settings, tokenizer, model.context)
-        if settings.profile_out is not None:
-            check_folder(settings.profile_out)
+    if world.rank == 0 and check is not None:
+        check(tokenizer, model.context)
+    if world.rank == 0 and settings.profile_out is not None:
+        check_folder(settings.profile_out)
     return _Opened(model, tokenizer, ranges, Cache.open(settings.cache_dir), profile)
 
 
@@ -139,36 +154,92 @@ def _plan(world: World, opened: _Opened) -> Plan:
     return plan_model(opened.model, host_target(), opened.cache, show=world.rank == 0)[0]
 
 
-def _load(world: World, opened: _Opened, settings: RunSettings, ranges: list[range]) -> LoadedStage:
-    """This rank's stage: its code compiled where it is missing, its weights packed."""
-    layers, sizes = ranges[world.rank], StepSizes(CHUNK, ROWS, SLOTS)
+def _load(
+    world: World, opened: _Opened, settings: PipelineSettings, ranges: list[range]
+) -> LoadedStage:
     show = world.rank == 0
+    layers, sizes = ranges[world.rank], _sizes(settings)
     return load_stage(opened.model, world, layers, settings.threads, sizes, opened.cache, show)
 
 
-def _load_balanced(world: World, opened: _Opened, settings: RunSettings) -> LoadedStage:
+def _load_balanced(world: World, opened: _Opened, settings: PipelineSettings) -> LoadedStage:
     """This rank's stage; with measured balance, once more where timing it has moved layers."""
     loaded = _together(world, lambda: _load(world, opened, settings, opened.ranges))
     if settings.balance is not Balance.MEASURED or world.comm is None:
         return loaded
-    times: list[BlockTimes] = world.comm.allgather(block_times(loaded.stage))
+    # As many tokens as a decode step of a full pipeline has.
+    tokens = min(opened.model.context, -(-settings.max_sequences // world.world))
+    times: list[BlockTimes] = world.comm.allgather(block_times(loaded.stage, tokens))
     ranges = measured_ranges(opened.model.layers, times)
-    if world.rank == 0 and settings.stats:
+    if world.rank == 0:
         print(f"layers by rank: {','.join(str(len(r)) for r in ranges)}", file=sys.stderr)
     kept = loaded if ranges[world.rank] == opened.ranges[world.rank] else None
     del loaded  # its weights make room for the others
     return _together(world, lambda: kept or _load(world, opened, settings, ranges))
 
 
-def _connect(world: World, opened: _Opened, loaded: LoadedStage) -> Session:
-    """Puts the stage on the ring."""
-    stage = loaded.stage
-    bounds = Bounds(opened.model.context, SLOTS, loaded.plan.vocab_size)
+def _sizes(settings: PipelineSettings) -> StepSizes:
+    most = settings.max_sequences
+    return StepSizes(
+        tokens=max(CHUNK, most, settings.prefill_chunk or 0),
+        rows=most,
+        slots=SLOTS_A_SEQUENCE * most,
+    )
+
+
+def _connect(
+    world: World, opened: _Opened, loaded: LoadedStage, settings: PipelineSettings
+) -> Session:
+    """Puts the stage on the ring and, on rank 0, an engine in front of it."""
+    model, sizes = opened.model, _sizes(settings)
+    stage: Stage | WatchedStage = loaded.stage
+    tiers = kv_tiers(model.context, model.spec.kv_tiers)
+    positions = kv_positions(world, loaded.stage.kv.position_bytes, settings.kv_memory_bytes)
+    _together(world, lambda: _check_room(positions, tiers[-1]))
+    bounds = Bounds(model.context, sizes.slots, loaded.plan.vocab_size)
+    groups = settings.microbatches or world.world
+    # One more than the groups: a step that waits in front of rank world-1 hides rank 0's sampling.
+    in_flight = groups + 1 if world.world > 1 else groups
+    most = {"max_changes": MOST_CHANGES * sizes.slots, "in_flight": in_flight}
     ring: Transport | Loopback
     if world.world == 1:
-        ring = Loopback(CHUNK, ROWS)
+        ring = Loopback(sizes.tokens, sizes.rows, **most)
     else:
-        ring = Transport(world, CHUNK, ROWS, stage.input_bytes, stage.output_bytes, bounds)
-    engine = Engine(stage, ring, bounds) if world.rank == 0 else None
-    profiler = None if opened.profile is None else Profiler(world, stage, ring, opened.profile)
+        payload = (loaded.stage.input_bytes, loaded.stage.output_bytes)
+        ring = Transport(
+            world,
+            sizes.tokens,
+            sizes.rows,
+            *payload,
+            bounds,
+            **most,
+            step_timeout_s=settings.step_timeout_s,
+        )
+    if settings.step_timeout_s is not None:
+        stage = WatchedStage(stage, world, settings.step_timeout_s)
+    engine = None
+    if world.rank == 0:
+        limits = Limits(
+            stages=world.world,
+            tokens=sizes.tokens,
+            sequences=settings.max_sequences,
+            microbatches=in_flight,
+            decode_groups=groups,
+            prefill_chunk=settings.prefill_chunk,
+        )
+        scheduler = Scheduler(limits, Slots(sizes.slots, tiers, positions))
+        engine = Engine(stage, ring, scheduler, bounds, adapt=settings.microbatches is None)
+    profiler = None
+    if opened.profile is not None:
+        profiler = Profiler(world, loaded.stage, ring, engine, opened.profile)
     return Session(world.rank, engine, opened.tokenizer, stage, ring, profiler)
+
+
+def _check_room(positions: int, context: int) -> bool:
+    """Raises UserError if a KV cache of so many positions does not hold one sequence."""
+    if positions < context:
+        raise UserError(
+            f"the KV cache has room for {positions} tokens, but one sequence may have {context}:"
+            " raise --kv-memory, lower max_token_len in the spec, or use more ranks"
+        )
+    return True

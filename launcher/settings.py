@@ -12,15 +12,19 @@ if TYPE_CHECKING:
     from buddy_pipeline.ranks.sampling import SamplingOptions
 
 
+MAX_SEQUENCES = 16
+"""Sequences that run at once where there may be many."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSettings:
     """Which model, in which variant, from where."""
 
     spec: str
     """A shipped spec's name or the path of a JSON file."""
-    variant: str | None
+    variant: str | None = None
     """Overrides the spec's."""
-    local_model: Path | None
+    local_model: Path | None = None
     """Overrides where the spec's weights come from."""
 
 
@@ -45,22 +49,49 @@ class PlanBalance(Enum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunSettings(ModelSettings):
+class PipelineSettings(ModelSettings):
+    """How the ranks run the model."""
+
+    threads: int | None = None
+    """Threads a rank; None divides the cores of each host among its ranks."""
+    split: tuple[int, ...] | None = None
+    """Layers a rank, rank 0 first; None deals them out as `balance` says."""
+    balance: Balance = Balance.EVEN
+    cache_dir: Path | None = None
+    """Where compiled objects are kept; None is a folder in the user's cache."""
+    max_sequences: int = 1
+    """Sequences that run at once; others wait."""
+    microbatches: int | None = None
+    """Parts that the running sequences are dealt out to; None suits them to the stages' times."""
+    prefill_chunk: int | None = None
+    """Most prompt tokens in a step; None suits them to the ranks and to what else runs."""
+    kv_memory_bytes: int | None = None
+    """What the KV cache may take on each rank; None is most of what is free."""
+    step_timeout_s: float | None = None
+    """How long a step may take on its way through the ranks; None for ever."""
+    profile_out: Path | None = None
+    """Folder for the profile's trace and picture; None writes neither."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings(PipelineSettings):
     """`buddy-pipeline run`."""
 
-    threads: int | None
-    """Threads a rank; None divides the cores of each host among its ranks."""
-    split: tuple[int, ...] | None
-    """Layers a rank, rank 0 first; None deals them out as `balance` says."""
-    balance: Balance
-    cache_dir: Path | None
-    """Where compiled objects are kept; None is a folder in the user's cache."""
     prompt: PromptSource
     sampling: SamplingOptions
     top_logits: int
     json_path: Path | None
-    profile_out: Path | None
-    """Folder for the profile's trace and picture; None writes neither."""
+    stats: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSettings(PipelineSettings):
+    """`buddy-pipeline batch`."""
+
+    input: Path
+    """JSON lines, see `batch_lines`."""
+    output: Path
+    """Where results go, one a line, in the order in which they are finished."""
     stats: bool
 
 

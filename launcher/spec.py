@@ -40,9 +40,8 @@ class WeightsPackage:
 class Spec:
     """A spec file's content; see `load_spec`.
 
-    `tiered_kv_cache` and `decode_pack_vector_size` choose between kernels of buddy-mlir. Here
-    attention always stops at the actual length and weights are packed once for both phases, so
-    they are checked and have no further effect.
+    `decode_pack_vector_size` chooses between kernels of buddy-mlir. Here weights are packed once
+    for both phases, so it is checked and has no further effect.
     """
 
     name: str
@@ -57,8 +56,20 @@ class Spec:
     """Threads a rank; None divides the cores of the host among its ranks."""
     weights_override: WeightsOverride | None = None
     weights_package: WeightsPackage | None = None
-    tiered_kv_cache: bool | dict[str, Any] = False
+    tiered_kv_cache: bool | dict[str, Any] = True
+    """Whether a sequence's KV memory grows in tiers, and in which; see `kv_tiers`."""
     decode_pack_vector_size: int | None = None
+
+    @property
+    def kv_tiers(self) -> tuple[int, ...] | None:
+        """Capacities in tokens below the context that a sequence's KV memory grows through; empty
+        to take the whole context at once, None for the program's own."""
+        tiers = self.tiered_kv_cache
+        if isinstance(tiers, bool):
+            return None if tiers else ()
+        if not tiers.get("enabled", True):
+            return ()
+        return tuple(tiers["cache_sizes"]) if tiers.get("cache_sizes") else None
 
 
 def load_spec(name: str) -> Spec:

@@ -29,7 +29,7 @@ def print_error(text: str) -> None:
     sys.stderr.flush()
 
 
-def describe(error: BaseException) -> tuple[str, int]:
+def describe(error: BaseException, *, show_traceback: bool = False) -> tuple[str, int]:
     """The message of an error that ends the program, and the exit code it ends with.
 
     A UserError speaks for itself; any other error is named by its type. The message is empty for
@@ -40,7 +40,7 @@ def describe(error: BaseException) -> tuple[str, int]:
         return "", SIGNAL_BASE + signal.SIGPIPE
     if isinstance(error, UserError):
         return str(error), USER_ERROR
-    if os.environ.get(TRACEBACK_VARIABLE):
+    if show_traceback or os.environ.get(TRACEBACK_VARIABLE):
         traceback.print_exception(error)
     name, text = type(error).__name__, str(error)
     return f"{name}: {text}" if text else name, FAILURE

@@ -65,7 +65,7 @@ def exit_alone(error: UserError) -> NoReturn:
 
 
 @contextmanager
-def guarded(world: World) -> Iterator[None]:
+def guarded(world: World, *, show_traceback: bool = False) -> Iterator[None]:
     """Run a rank's work so that whatever ends it early ends the whole job.
 
     Without this an exception would leave Python through MPI_Finalize, which waits for the other
@@ -81,25 +81,37 @@ def guarded(world: World) -> Iterator[None]:
             raise
         _abort(world, _exit_code(leaving))
     except BaseException as error:
-        fatal(world, error)
+        fatal(world, error, show_traceback=show_traceback)
     finally:
         for each, handler in previous.items():
             signal.signal(each, handler)
 
 
-def fatal(world: World, error: BaseException) -> NoReturn:
+def fatal(world: World, error: BaseException, *, show_traceback: bool = False) -> NoReturn:
     """Print one line about an error that only this rank has, and end the job on all ranks.
 
     Message and exit code are `describe`'s. A world of one raises the code as a SystemExit; else
     MPI_Abort ends this process without returning, and what mpirun makes of the code is its own
     affair, except that it is not 0 (MPICH's often has 9, for the ranks that it killed).
     """
-    text, code = describe(error)
-    if text and world.comm is not None:
-        text = f"rank {world.rank} of {world.world} on {world.hostname}: {text}"
+    text, code = describe(error, show_traceback=show_traceback)
     if text:
-        print_error(text)
+        print_error(_of_rank(world, text))
     _abort(world, code)
+
+
+def end_now(world: World, text: str) -> NoReturn:
+    """Print one line and end the job on all ranks, from any thread, whatever the others do."""
+    print_error(_of_rank(world, text))
+    if world.comm is None:
+        os._exit(FAILURE)
+    _abort(world, FAILURE)
+
+
+def _of_rank(world: World, text: str) -> str:
+    if world.comm is None:
+        return text
+    return f"rank {world.rank} of {world.world} on {world.hostname}: {text}"
 
 
 def _abort(world: World, code: int) -> NoReturn:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import perf_counter_ns
 
+from buddy_pipeline.compile.manifest import KV_BLOCK
 from buddy_pipeline.ranks.messages import Kind, StepBuffer
 from buddy_pipeline.ranks.stage import Stage
 
@@ -14,7 +15,7 @@ _RUNS = 5
 
 @dataclass(frozen=True)
 class BlockTimes:
-    """Times of one decode step of a rank's block, ns."""
+    """Times of one step of a rank's block, ns."""
 
     layers: dict[int, float]
     """By layer."""
@@ -22,21 +23,26 @@ class BlockTimes:
     """Embedding, head, and the call itself."""
 
 
-def block_times(stage: Stage) -> BlockTimes:
-    """Times the stage on one token at the start of slot 0, whose KV cache is then overwritten.
+def block_times(stage: Stage, tokens: int) -> BlockTimes:
+    """Times the stage on `tokens` tokens, with logits for each, at the start of slot 0.
+
+    The slot is empty before and after. The stage must have room for so many tokens and rows.
 
     The quickest of a few runs counts, since whatever disturbs a run only makes it longer; its time
     is dealt out to the layers as the profile of all runs is.
     """
     if stage.is_empty:
         return BlockTimes({}, 0.0)
-    arriving = StepBuffer(1, 1, stage.input_bytes)
-    leaving = StepBuffer(1, 1, stage.output_bytes)
-    rows = 1 if stage.vocab_size else 0
-    step = arriving.begin(Kind.STEP, 0, tokens=1, rows=rows)
-    following = leaving.begin(Kind.STEP, 0, tokens=1, rows=rows)
-    for array in (step.positions, step.slots, step.ids, step.rows, step.payload):
+    rows = tokens if stage.vocab_size else 0
+    arriving = StepBuffer(tokens, rows, stage.input_bytes)
+    leaving = StepBuffer(tokens, rows, stage.output_bytes)
+    step = arriving.begin(Kind.STEP, 0, tokens=tokens, rows=rows)
+    following = leaving.begin(Kind.STEP, 0, tokens=tokens, rows=rows)
+    for array in (step.slots, step.ids, step.payload):
         array[:] = 0
+    step.positions[:] = range(tokens)
+    step.rows[:] = range(rows)
+    stage.kv.apply([(0, -(-tokens // KV_BLOCK) * KV_BLOCK, 0, 0)])
 
     def run() -> int:
         begin = perf_counter_ns()
@@ -50,6 +56,7 @@ def block_times(stage: Stage) -> BlockTimes:
         quickest = min(run() for _ in range(_RUNS))
     finally:
         stage.stop_profile()
+        stage.kv.apply([(0, 0, 0, 0)])
     times = profile.read()
     layers: dict[int, float] = {}
     for each in times.regions:

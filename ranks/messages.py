@@ -8,6 +8,7 @@ one MPI message and the stage works on the received bytes where they lie:
     slots[tokens]               int64, sequence of each token: its place in the KV cache
     ids[tokens]                 int64, vocabulary index of each token
     rows[rows]                  int64, indices of the tokens whose logits are wanted
+    changes[changes][4]         int64, a `SlotChange` each: what to do to the KV cache first
     (padding to 64 bytes)
     payload                     `bytes_per_token` bytes a token; for control messages int64 words
 
@@ -20,19 +21,23 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
 
 MAGIC = b"BPLN"
-VERSION = 1
+VERSION = 2
 
 ALIGNMENT = 64
 """Bytes: a cache line, and the widest vector load of the kernels."""
 
-# magic, version, kind, sequence, tokens, rows, payload bytes, total bytes, reserved (zeros)
-_HEADER = struct.Struct("<4sHHQIIQQ24s")
-_RESERVED = bytes(24)
+# magic, version, kind, sequence, tokens, rows, payload bytes, total bytes, times (two words, see
+# `Step.times`), changes, reserved (zeros)
+_HEADER = struct.Struct("<4sHHQIIQQqqI4s")
+_RESERVED = bytes(4)
 _WORD = 8
+_TIMES = slice(5, 7)  # words of the header
+_CHANGE_WORDS = 4
 _SEQUENCE_END = 1 << 64
 
 
@@ -49,6 +54,18 @@ class Kind(IntEnum):
     """Append this process's peak memory to the payload (one int64, bytes) and send it on."""
     STOP = 3
     """Send this on and leave the loop: no message follows."""
+
+
+class SlotChange(NamedTuple):
+    """New memory for a slot of the KV cache, on every rank, before the step that says so runs."""
+
+    slot: int
+    capacity: int
+    """Positions that the slot has room for from now on; 0 gives its memory back."""
+    source: int
+    """The slot whose first positions are copied: itself when it grows."""
+    positions: int
+    """How many are copied; 0 to begin empty."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +96,10 @@ class Step:
     """int64 [tokens]"""
     rows: np.ndarray
     """int64 [n_rows], indices into the tokens"""
+    changes: np.ndarray
+    """int64 [n_changes, 4], fields of `SlotChange`; checked where they are applied"""
+    times: np.ndarray
+    """int64 [2], nanoseconds that the stages so far took for this step: their sum, the slowest"""
     payload: np.ndarray
     """uint8 [payload bytes], starts at a multiple of 64 bytes"""
     message: np.ndarray
@@ -111,6 +132,11 @@ class Step:
         """int64 [payload bytes / 8]: the payload of a control message."""
         return self.payload.view("<i8")
 
+    def add_time(self, nanoseconds: int) -> None:
+        """Account for one more stage that has run this step."""
+        self.times[0] += nanoseconds
+        self.times[1] = max(self.times[1], nanoseconds)
+
 
 class StepBuffer:
     """Aligned memory for one message, allocated once and used for message after message.
@@ -118,21 +144,30 @@ class StepBuffer:
     max_tokens, max_rows: the most a step may carry.
     bytes_per_token: payload of a step, bytes a token.
     min_payload: bytes of payload there must be room for whatever the tokens (control messages).
+    max_changes: the most slot changes that a step may carry.
     """
 
     def __init__(
-        self, max_tokens: int, max_rows: int, bytes_per_token: int, min_payload: int = 0
+        self,
+        max_tokens: int,
+        max_rows: int,
+        bytes_per_token: int,
+        min_payload: int = 0,
+        max_changes: int = 0,
     ) -> None:
-        if max_tokens < 1 or max_rows < 0 or bytes_per_token < 0 or min_payload < 0:
+        if max_tokens < 1 or min(max_rows, bytes_per_token, min_payload, max_changes) < 0:
             raise ValueError(
-                f"StepBuffer({max_tokens}, {max_rows}, {bytes_per_token}, {min_payload}): "
-                "needs at least one token and no negative size"
+                f"StepBuffer({max_tokens}, {max_rows}, {bytes_per_token}, {min_payload}, "
+                f"{max_changes}): needs at least one token and no negative size"
             )
         self.max_tokens = max_tokens
         self.max_rows = max_rows
+        self.max_changes = max_changes
         self.bytes_per_token = bytes_per_token
         self.max_payload = max(max_tokens * bytes_per_token, _align(min_payload))
-        self.capacity = _payload_offset(max_tokens, max_rows) + _align(self.max_payload)
+        self.capacity = _payload_offset(max_tokens, max_rows, max_changes) + _align(
+            self.max_payload
+        )
         allocation = np.zeros(self.capacity + ALIGNMENT, dtype=np.uint8)
         skip = -allocation.ctypes.data % ALIGNMENT
         self.memory: np.ndarray = allocation[skip : skip + self.capacity]
@@ -144,7 +179,13 @@ class StepBuffer:
         self._unsigned = self.memory.view("<u8")
 
     def begin(
-        self, kind: Kind, sequence: int, tokens: int = 0, rows: int = 0, payload: int = 0
+        self,
+        kind: Kind,
+        sequence: int,
+        tokens: int = 0,
+        rows: int = 0,
+        payload: int = 0,
+        changes: int = 0,
     ) -> Step:
         """Start a message in place: write its header and return the views for the caller to fill.
 
@@ -155,14 +196,15 @@ class StepBuffer:
             payload = tokens * self.bytes_per_token
         if (
             not (0 <= tokens <= self.max_tokens and 0 <= rows <= self.max_rows)
-            or not 0 <= payload <= self.max_payload
+            or not (0 <= payload <= self.max_payload and 0 <= changes <= self.max_changes)
             or not 0 <= sequence < _SEQUENCE_END
         ):
             raise ValueError(
-                f"message {sequence} with {tokens} tokens, {rows} rows, {payload} payload bytes: "
-                f"the buffer has room for {self.max_tokens}, {self.max_rows}, {self.max_payload}"
+                f"message {sequence} with {tokens} tokens, {rows} rows, {payload} payload bytes, "
+                f"{changes} changes: the buffer has room for {self.max_tokens}, {self.max_rows}, "
+                f"{self.max_payload}, {self.max_changes}"
             )
-        total = _payload_offset(tokens, rows) + payload
+        total = _payload_offset(tokens, rows, changes) + payload
         _HEADER.pack_into(
             self._header,
             0,
@@ -174,18 +216,23 @@ class StepBuffer:
             rows,
             payload,
             total,
+            0,
+            0,
+            changes,
             _RESERVED,
         )
-        return self._views(kind, sequence, tokens, rows, payload)
+        return self._views(kind, sequence, tokens, rows, payload, changes)
 
     def carry_on(self, step: Step, payload: int = 0) -> Step:
         """Start the message that carries `step`, received in another buffer, to the next rank.
 
-        Header and token arrays are copied; the payload, sized as in `begin`, is left to be filled.
+        Header and arrays are copied; the payload, sized as in `begin`, is left to be filled.
         """
-        following = self.begin(step.kind, step.sequence, step.tokens, len(step.rows), payload)
-        start, end = _HEADER.size, _array_end(step.tokens, len(step.rows))
+        rows, changes = len(step.rows), len(step.changes)
+        following = self.begin(step.kind, step.sequence, step.tokens, rows, payload, changes)
+        start, end = _HEADER.size, _array_end(step.tokens, rows, changes)
         following.message[start:end] = step.message[start:end]
+        following.times[:] = step.times
         return following
 
     def decode(self, received: int, bounds: Bounds | None = None) -> Step:
@@ -198,7 +245,7 @@ class StepBuffer:
             raise ProtocolError(
                 f"message of {received} bytes: expected {_HEADER.size} to {self.capacity}"
             )
-        magic, version, number, sequence, tokens, rows, payload, total, reserved = (
+        magic, version, number, sequence, tokens, rows, payload, total, _, _, changes, reserved = (
             _HEADER.unpack_from(self._header)
         )
         if magic != MAGIC:
@@ -213,29 +260,36 @@ class StepBuffer:
         if reserved != _RESERVED:
             raise ProtocolError(f"reserved header bytes {reserved.hex()}: expected zeros")
         kind = _KINDS[number]
-        self._check_sizes(kind, tokens, rows, payload)
-        expected = _payload_offset(tokens, rows) + payload
+        self._check_sizes(kind, tokens, rows, payload, changes)
+        expected = _payload_offset(tokens, rows, changes) + payload
         if total != expected:
             raise ProtocolError(f"header says {total} bytes in all: its counts make {expected}")
         if received != total:
             raise ProtocolError(f"{received} bytes arrived: the header says {total}")
         self._check_values(tokens, rows, bounds)
-        return self._views(kind, sequence, tokens, rows, payload)
+        return self._views(kind, sequence, tokens, rows, payload, changes)
 
-    def _check_sizes(self, kind: Kind, tokens: int, rows: int, payload: int) -> None:
+    def _check_sizes(self, kind: Kind, tokens: int, rows: int, payload: int, changes: int) -> None:
         if kind is Kind.STEP:
             if not 1 <= tokens <= self.max_tokens:
                 raise ProtocolError(f"{tokens} tokens in a step: expected 1 to {self.max_tokens}")
             if rows > self.max_rows:
                 raise ProtocolError(f"{rows} rows in a step: expected at most {self.max_rows}")
+            if changes > self.max_changes:
+                raise ProtocolError(
+                    f"{changes} slot changes in a step: expected at most {self.max_changes}"
+                )
             if payload != tokens * self.bytes_per_token:
                 raise ProtocolError(
                     f"{payload} payload bytes for {tokens} tokens: "
                     f"expected {self.bytes_per_token} a token"
                 )
             return
-        if tokens or rows:
-            raise ProtocolError(f"{tokens} tokens and {rows} rows in {kind.name}: expected none")
+        if tokens or rows or changes:
+            raise ProtocolError(
+                f"{tokens} tokens, {rows} rows and {changes} slot changes in {kind.name}: "
+                "expected none"
+            )
         room = self.max_payload if kind is Kind.PEAK_MEMORY else 0
         if payload > room or payload % _WORD:
             raise ProtocolError(
@@ -257,12 +311,16 @@ class StepBuffer:
             index = int(np.argmax((values < 0) | (values >= end)))
             raise ProtocolError(f"{name} {values[index]} of token {index}: expected 0 to {end - 1}")
 
-    def _views(self, kind: Kind, sequence: int, tokens: int, rows: int, payload: int) -> Step:
+    def _views(
+        self, kind: Kind, sequence: int, tokens: int, rows: int, payload: int, changes: int
+    ) -> Step:
         positions = _HEADER.size // _WORD
         slots = positions + tokens
         ids = slots + tokens
         wanted = ids + tokens
-        start = _payload_offset(tokens, rows)
+        changed = wanted + rows
+        changed_end = changed + _CHANGE_WORDS * changes
+        start = _payload_offset(tokens, rows, changes)
         return Step(
             kind=kind,
             sequence=sequence,
@@ -270,7 +328,9 @@ class StepBuffer:
             positions=self._words[positions:slots],
             slots=self._words[slots:ids],
             ids=self._words[ids:wanted],
-            rows=self._words[wanted : wanted + rows],
+            rows=self._words[wanted:changed],
+            changes=self._words[changed:changed_end].reshape(changes, _CHANGE_WORDS),
+            times=self._words[_TIMES],
             payload=self.memory[start : start + payload],
             message=self.memory[: start + payload],
             address=self.address,
@@ -284,9 +344,9 @@ def _align(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def _array_end(tokens: int, rows: int) -> int:
-    return _HEADER.size + _WORD * (3 * tokens + rows)
+def _array_end(tokens: int, rows: int, changes: int) -> int:
+    return _HEADER.size + _WORD * (3 * tokens + rows + _CHANGE_WORDS * changes)
 
 
-def _payload_offset(tokens: int, rows: int) -> int:
-    return _align(_array_end(tokens, rows))
+def _payload_offset(tokens: int, rows: int, changes: int) -> int:
+    return _align(_array_end(tokens, rows, changes))

@@ -15,6 +15,7 @@ from buddy_pipeline.ranks.memory_blocks import ALIGNMENT, arena
 
 #: Elements of a weight that are read and packed at a time: 2 MB of f32, which stay in cache.
 _PIECE = 1 << 19
+_BF16_NAN = 0x7FC0
 
 
 def check_parameters(parameters: Iterable[Parameter], checkpoint: Checkpoint) -> None:
@@ -126,14 +127,17 @@ def _converted(dtype: str, rows: np.ndarray, name: str) -> np.ndarray:
     if dtype == "f16":
         with np.errstate(over="ignore"):
             halves = rows.astype(np.float16)
-        if np.isinf(halves).any() and np.isfinite(rows).all():
+        if (np.isinf(halves) & np.isfinite(rows)).any():
             raise UserError(
                 f"tensor '{name}' has values beyond the range of f16: use --variant bf16"
             )
         return halves
     bits = rows.view(np.uint32)
     odd = (bits >> 16) & 1
-    return ((bits + 0x7FFF + odd) >> 16).astype(np.uint16)
+    upper = ((bits + 0x7FFF + odd) >> 16).astype(np.uint16)
+    # The sum carries a NaN's payload into its exponent, or beyond its sign.
+    upper[np.isnan(rows)] = _BF16_NAN
+    return upper
 
 
 def _pack_bias(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.profile_clock import estimate_offset
 from buddy_pipeline.ranks.profile_picture import write_picture
 from buddy_pipeline.ranks.profile_report import SLOTS_VARIABLE, RankProfile, report
 from buddy_pipeline.ranks.profile_spans import Kind, Spans
 from buddy_pipeline.ranks.profile_trace import write_trace
+from buddy_pipeline.ranks.sequence import Sequence
 from buddy_pipeline.ranks.stage import Stage
 from buddy_pipeline.ranks.transport import Loopback, Transport
 from buddy_pipeline.ranks.world import World
@@ -72,7 +73,12 @@ class Profiler:
     """
 
     def __init__(
-        self, world: World, stage: Stage, ring: Transport | Loopback, settings: ProfileSettings
+        self,
+        world: World,
+        stage: Stage,
+        ring: Transport | Loopback,
+        engine: Engine | None,
+        settings: ProfileSettings,
     ) -> None:
         self._world = world
         self._settings = settings
@@ -89,9 +95,18 @@ class Profiler:
             for method in ("carry_on", "forward"):
                 self._spans.watch(ring, method, Kind.SEND)
 
-    def sampler(self, sample: Callable[..., Any]) -> Callable[..., Any]:
-        """A sampling function whose calls are recorded."""
-        return self._spans.timed(Kind.SAMPLE, sample)
+        if engine is not None:
+            self._watch_sampling(engine)
+
+    def _watch_sampling(self, engine: Engine) -> None:
+        """Has the sampler of every sequence that the engine gets recorded."""
+        submit = engine.submit
+
+        def watched(sequence: Sequence) -> None:
+            sequence.choose = self._spans.timed(Kind.SAMPLE, sequence.choose)
+            submit(sequence)
+
+        engine.submit = watched  # type: ignore[method-assign]
 
     def finish(self) -> None:
         """Ends the recording; rank 0 prints all ranks' tables and writes the files.

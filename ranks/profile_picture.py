@@ -156,7 +156,7 @@ def _axis(top: float, milliseconds: float) -> Iterator[str]:
     for fifth in range(6):
         x = _LEFT + _PLOT * fifth / 5
         yield f"<path d='M{x:.1f} {top - 4}v6' stroke='#333333'/>"
-        yield _text(x, top + 16, f"{milliseconds * fifth / 5:.4g} ms", anchor="middle")
+        yield _text(x, top + 16, f"{milliseconds * fifth / 5:,.1f} ms", anchor="middle")
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: str) -> str:

@@ -34,7 +34,7 @@ Filter = Callable[[Candidates], Candidates]
 class SamplingOptions:
     """How tokens are chosen and when generation ends.
 
-    Raises UserError for a value out of range; the message starts with the name of the option.
+    Raises UserError for a value out of range; the message starts with the field's name.
     """
 
     max_tokens: int = 256
@@ -70,8 +70,7 @@ class SamplingOptions:
             ("seed", self.seed is None or self.seed >= 0, "0 or more"),
         ):
             if not legal:
-                option = name.replace("_", "-")
-                raise UserError(f"{option} is {getattr(self, name)}: it must be {rule}")
+                raise UserError(f"{name} is {getattr(self, name)}: it must be {rule}")
         if "" in self.stop:
             raise UserError("stop is empty: give the text that ends the generation")
 

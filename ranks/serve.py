@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 from buddy_pipeline.ranks.memory import peak_memory
@@ -17,7 +18,7 @@ class StepRunner(Protocol):
         """True if there is nothing to compute: the output is the input."""
 
     def run(self, step: Step, inputs: int, outputs: int) -> None:
-        """Run the block on a step.
+        """Carry out the step's slot changes, then run the block on it.
 
         inputs, outputs: addresses of the payload that arrived and of the one to write, each
         [tokens, bytes per token] and aligned to 64 bytes.
@@ -30,7 +31,9 @@ def serve(stage: StepRunner, transport: Transport) -> None:
         step = transport.receive()
         if step.kind is Kind.STEP and not stage.is_empty:
             following = transport.carry_on(step)
+            begun = time.perf_counter_ns()
             stage.run(step, step.payload_address, following.payload_address)
+            following.add_time(time.perf_counter_ns() - begun)
             transport.send(following)
         elif step.kind is Kind.PEAK_MEMORY:
             following = transport.carry_on(step, payload=len(step.payload) + 8)

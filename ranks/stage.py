@@ -70,8 +70,6 @@ class Stage:
         self.is_empty = not partitions
         self.input_bytes = sum(v.row_bytes for v in incoming)
         self.output_bytes = sum(v.row_bytes for v in outgoing)
-        self.max_tokens = sizes.tokens
-        self.max_rows = sizes.rows
         self.threads = sizes.threads
         self.regions = [
             Region(partition.unit, partition.name, partition.template, name)
@@ -116,11 +114,15 @@ class Stage:
         self._bound: dict[str, int] = {}
 
     def run(self, step: Step, inputs: int, outputs: int) -> None:
-        """Runs the block on a step.
+        """Carries out the step's slot changes, then runs the block on it.
 
         `inputs` and `outputs` are addresses of the payload that arrived and of the one to write,
-        64-byte aligned. The compiled call releases the GIL.
+        64-byte aligned. The compiled call releases the GIL. Raises ProtocolError for a change that
+        cannot be and a token outside its slot's memory.
         """
+        if len(step.changes):
+            self.kv.apply(step.changes.tolist())
+        self.kv.check(step.positions, step.slots)
         record, tokens = self._record, step.tokens
         record[StepWord.TOKENS.value] = tokens
         record[StepWord.ROWS.value] = len(step.rows)

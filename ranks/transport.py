@@ -13,23 +13,32 @@ copies without the sender's help, it cost a prefill 11 %; over TCP it gained at 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 from buddy_pipeline.ranks.messages import Bounds, Kind, ProtocolError, Step, StepBuffer
+from buddy_pipeline.ranks.roll_call import RollCall, answer
 from buddy_pipeline.ranks.waiting import EXCLUSIVE, SHARED, sharpen_sleep
 from buddy_pipeline.ranks.world import World
 
 _TAG = 1
 _RECEIVE_BUFFERS = 2  # one that the stage works on, one that the next message arrives in
 _SEND_BUFFERS = 2  # one on its way, one that the stage writes
+_GRACE_S = 2.0  # a rank's watchdog looks up to a second late
+
+
+class SilentRank(Exception):
+    """A rank has not answered rank 0 for too long."""
 
 
 class Transport:
     """This rank's two edges of the ring.
 
-    max_tokens, max_rows: the most a step may carry.
+    max_tokens, max_rows, max_changes: the most a step may carry.
     input_bytes, output_bytes: payload a token of the messages that arrive and that leave.
     bounds: what a received step may refer to.
+    in_flight: steps that rank 0 may start before it must receive the oldest.
+    step_timeout_s: rank 0 asks after the other ranks when it waits longer; None never does.
 
     A Step returned by `receive` is valid until the next `receive`; one returned by `begin` or
     `carry_on` until it is sent.
@@ -43,6 +52,10 @@ class Transport:
         input_bytes: int,
         output_bytes: int,
         bounds: Bounds,
+        *,
+        max_changes: int,
+        in_flight: int,
+        step_timeout_s: float | None = None,
     ) -> None:
         from mpi4py import MPI
 
@@ -51,23 +64,22 @@ class Transport:
         self._source = (world.rank + 1) % world.world
         self._target = (world.rank - 1) % world.world
         self._bounds = bounds
+        self._step_timeout_s = step_timeout_s
+        self._roll_call = RollCall(self._comm) if step_timeout_s and world.rank == 0 else None
+        self._answers = bool(step_timeout_s) and world.rank != 0
         self._patience = EXCLUSIVE if world.cores.exclusive else SHARED
         sharpen_sleep()
 
-        self.world = world.world
-        # One for each rank's step keeps all of them busy, one more waits in front of rank world-1.
-        self.in_flight = world.world + 1
-        """Messages that rank 0 may start before it must receive the oldest."""
         control_bytes = 8 * world.world  # PEAK_MEMORY: one word a rank
-        send_buffers = self.in_flight if world.rank == 0 else _SEND_BUFFERS
-        self._incoming = [
-            _Parcel(StepBuffer(max_tokens, max_rows, input_bytes, control_bytes))
-            for _ in range(_RECEIVE_BUFFERS)
-        ]
-        self._outgoing = [
-            _Parcel(StepBuffer(max_tokens, max_rows, output_bytes, control_bytes))
-            for _ in range(send_buffers)
-        ]
+        # Rank 0 never waits to send: besides the steps, one control message may be under way.
+        send_buffers = in_flight + 1 if world.rank == 0 else _SEND_BUFFERS
+
+        def parcels(count: int, bytes_per_token: int) -> list[_Parcel]:
+            sizes = (max_tokens, max_rows, bytes_per_token, control_bytes, max_changes)
+            return [_Parcel(StepBuffer(*sizes)) for _ in range(count)]
+
+        self._incoming = parcels(_RECEIVE_BUFFERS, input_bytes)
+        self._outgoing = parcels(send_buffers, output_bytes)
         self._received = 0
         self._sent = 0
         self._status = MPI.Status()
@@ -76,13 +88,14 @@ class Transport:
     def receive(self) -> Step:
         """Wait for the next message, check it and return it, the receive of its successor posted.
 
-        Raises ProtocolError for a malformed message or one out of order, MPI.Exception if the MPI
-        library reports that the neighbour is gone.
+        Raises ProtocolError for a malformed message or one out of order, SilentRank if a rank is
+        stopped or out of reach, MPI.Exception if the MPI library reports that the neighbour is
+        gone.
         """
         if self._pending is None:
             raise ProtocolError("receive after STOP: no message follows it")
         try:
-            self._wait(self._pending)
+            self._await(self._pending)
         except self._mpi.Exception as error:
             if error.Get_error_class() != self._mpi.ERR_TRUNCATE:
                 raise
@@ -107,9 +120,9 @@ class Transport:
             self._pending = self._post_receive(self._incoming[self._received % _RECEIVE_BUFFERS])
         return step
 
-    def begin(self, kind: Kind, tokens: int = 0, rows: int = 0) -> Step:
+    def begin(self, kind: Kind, tokens: int = 0, rows: int = 0, changes: int = 0) -> Step:
         """Start a new message on rank 0; the caller fills its arrays, then calls `send`."""
-        return self._free_buffer().begin(kind, self._sent, tokens, rows)
+        return self._free_buffer().begin(kind, self._sent, tokens, rows, changes=changes)
 
     def carry_on(self, step: Step, payload: int = 0) -> Step:
         """Start the message that carries a received step to the next rank, payload to be filled."""
@@ -146,6 +159,35 @@ class Transport:
             self._wait(parcel.request)
             parcel.request = None
 
+    def _await(self, request: Any) -> None:
+        """Wait for a message, answering and, on rank 0, asking whether everyone still runs."""
+        if self._answers:
+            answer(self._comm)
+
+        def arrived() -> bool:
+            if self._answers:
+                answer(self._comm)
+            return request.Test(self._status)
+
+        if self._roll_call is None or self._step_timeout_s is None:
+            self._patience.until(arrived)
+            return
+        while not self._patience.until(arrived, self._step_timeout_s):
+            self._roll_call.ask()
+            # In this time a rank that computes gets to its next message, or its watchdog ends it.
+            if self._patience.until(self._all_there, self._step_timeout_s + _GRACE_S):
+                continue
+            ranks, world = self._roll_call.silent(), self._comm.Get_size()
+            raise SilentRank(
+                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {world} "
+                f"{'have' if len(ranks) > 1 else 'has'} not answered for "
+                f"{self._step_timeout_s + _GRACE_S:g} s (--step-timeout): stopped or out of reach"
+            )
+
+    def _all_there(self) -> bool:
+        assert self._roll_call is not None
+        return not self._roll_call.silent()
+
     def _wait(self, request: Any) -> None:
         status = self._status
         self._patience.until(lambda: request.Test(status))
@@ -162,26 +204,29 @@ class _Parcel:
 class Loopback:
     """The ring of a world of one: what rank 0 sends is what it receives next. Needs no MPI."""
 
-    world = 1
-    in_flight = 1
+    def __init__(
+        self, max_tokens: int, max_rows: int, *, max_changes: int, in_flight: int = 1
+    ) -> None:
+        # Besides the steps, one control message may be under way.
+        self._buffers = [
+            StepBuffer(max_tokens, max_rows, 0, max_changes=max_changes)
+            for _ in range(in_flight + 1)
+        ]
+        self._sent = 0
+        self._steps: deque[Step] = deque()
 
-    def __init__(self, max_tokens: int, max_rows: int) -> None:
-        self._buffer = StepBuffer(max_tokens, max_rows, 0)
-        self._sequence = 0
-        self._step: Step | None = None
-
-    def begin(self, kind: Kind, tokens: int = 0, rows: int = 0) -> Step:
-        return self._buffer.begin(kind, self._sequence, tokens, rows)
+    def begin(self, kind: Kind, tokens: int = 0, rows: int = 0, changes: int = 0) -> Step:
+        buffer = self._buffers[self._sent % len(self._buffers)]
+        return buffer.begin(kind, self._sent, tokens, rows, changes=changes)
 
     def send(self, step: Step) -> None:
-        self._step = step
-        self._sequence += 1
+        self._steps.append(step)
+        self._sent += 1
 
     def receive(self) -> Step:
-        if self._step is None:
+        if not self._steps:
             raise ProtocolError("receive in a world of one before anything was sent")
-        step, self._step = self._step, None
-        return step
+        return self._steps.popleft()
 
     def close(self) -> None:
         """Nothing is ever under way."""

@@ -7,6 +7,7 @@ A rank blocked in MPI_Recv spins. With 4 ranks on 2 cores that took the working 
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import sys
 import time
@@ -27,22 +28,26 @@ class Patience:
     spin_s: float
     longest_pause_s: float
 
-    def until(self, done: Callable[[], bool]) -> None:
-        """Return as soon as `done()` is true; it is called again and again."""
+    def until(self, done: Callable[[], bool], seconds: float = math.inf) -> bool:
+        """Return True as soon as `done()` is true, which is called again and again; False when it
+        is not after `seconds`."""
         if done():
-            return
-        end = time.perf_counter() + self.spin_s
-        while time.perf_counter() < end:
+            return True
+        begun = time.perf_counter()
+        while time.perf_counter() - begun < self.spin_s:
             if done():
-                return
+                return True
         for _ in range(_YIELDS):
             os.sched_yield()
             if done():
-                return
+                return True
         pause = min(_FIRST_PAUSE_S, self.longest_pause_s)
         while not done():
+            if time.perf_counter() - begun >= seconds:
+                return False
             time.sleep(pause)
             pause = min(pause * _PAUSE_GROWTH, self.longest_pause_s)
+        return True
 
 
 EXCLUSIVE = Patience(spin_s=50e-6, longest_pause_s=50e-6)

@@ -26,8 +26,9 @@ import numpy as np
 import typer
 
 from benchkit.child import Child, child, run_in_child
-from benchkit.contestants import ModelChoice, Ours
-from benchkit.gguf_export import check_export, export_gguf
+from benchkit.command import check_json_path, main, team_sizes
+from benchkit.contestants import ModelChoice, Ours, random_ids
+from benchkit.gguf_export import check_architecture, export_gguf
 from benchkit.peers import (
     LLAMA_CPP,
     OWN_FILE,
@@ -37,20 +38,8 @@ from benchkit.peers import (
     Transformers,
     parse_peers,
 )
-from benchkit.report import (
-    check_json_path,
-    describe,
-    machine,
-    main,
-    summary,
-    table,
-    team_sizes,
-    write_json,
-)
+from benchkit.report import describe, machine, summary, table, write_json
 from buddy_pipeline.partition.errors import UserError
-
-#: Random ids below this, which every vocabulary has.
-_IDS = 250
 
 
 def compare(
@@ -181,11 +170,6 @@ def distances(processes: dict[str, Child], prefill: int) -> dict[str, float]:
     }
 
 
-def random_ids(count: int) -> np.ndarray:
-    """int64 [count], the same in every run."""
-    return np.random.default_rng(0).integers(0, _IDS, count, dtype=np.int64)
-
-
 def _peer_maker(
     peer: Peer, choice: ModelChoice, team: int, paths: dict[str, Path]
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -197,16 +181,16 @@ def _peer_maker(
 def _check_file(choice: ModelChoice, form: str) -> None:
     checkpoint = choice.open().checkpoint
     if form != OWN_FILE:
-        check_export(checkpoint, form)
+        check_architecture(checkpoint)
     elif checkpoint.path.suffix != ".gguf":
         raise UserError(f"--peers llama.cpp:{form}: {checkpoint.path} is no GGUF file")
 
 
 def _gguf_file(choice: ModelChoice, form: str, folder: Path) -> Path:
     """The model as GGUF in this format, written if it is not in the folder yet."""
-    if form == OWN_FILE:
-        return choice.open().checkpoint.path
     source = choice.open().checkpoint.path
+    if form == OWN_FILE:
+        return source
     path = folder / f"{source.stem}-{form}.gguf"
     if not path.exists():
         run_in_child("the GGUF writer", _write_gguf, source, path, form)

@@ -22,28 +22,16 @@ from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import typer
 
 from benchkit.child import Child, child, run_in_child
-from benchkit.contestants import ModelChoice, Ours
+from benchkit.command import check_json_path, main, team_sizes, whole_numbers
+from benchkit.contestants import ModelChoice, Ours, random_ids
 from benchkit.limits import Limits, compile_loops
-from benchkit.report import (
-    check_json_path,
-    describe,
-    machine,
-    main,
-    summary,
-    table,
-    team_sizes,
-    whole_numbers,
-    write_json,
-)
+from benchkit.report import describe, machine, summary, table, write_json
 from benchkit.work import Work
 from buddy_pipeline.compile.target import host_target
 
-#: Random ids below this, which every vocabulary has.
-_IDS = 250
 _LIMIT_REPETITIONS = 3
 
 
@@ -123,9 +111,8 @@ def generate(
 
 def measure(process: Child, phases: list[Phase], variant: str, rounds: int) -> dict[str, Any]:
     """One process's figures: limits, and for each phase tokens/s and share of the limit."""
-    random = np.random.default_rng(0)
     longest = max(phase.length + phase.steps for phase in phases)
-    ids = random.integers(0, _IDS, longest, dtype=np.int64)
+    ids = random_ids(longest)
     seconds: dict[Phase, list[float]] = {phase: [] for phase in phases}
     limits = [process.call("limits", _LIMIT_REPETITIONS)]
     process.call("prefill", ids[: min(64, longest)])  # touches the weights once
@@ -138,7 +125,7 @@ def measure(process: Child, phases: list[Phase], variant: str, rounds: int) -> d
                 samples.append(process.call("decode", part, phase.length))
         limits.append(process.call("limits", _LIMIT_REPETITIONS))
     best = reduce(Limits.best, limits)
-    work: Work = process.call("describe")
+    work: Work = process.call("count_work")
     return {
         "limits": asdict(best),
         "work": asdict(work),

@@ -16,10 +16,10 @@ from typing import Annotated
 import typer
 
 from benchkit.byte_tokenizer import write_tokenizer_files
-from benchkit.gguf_export import check_export, export_gguf
+from benchkit.command import main
+from benchkit.gguf_export import check_quantisation, export_gguf
 from benchkit.published import SHAPES, published_config, tensor_shapes
 from benchkit.random_weights import DTYPES, file_size, write_random_weights
-from benchkit.report import main
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint import open_checkpoint
 
@@ -43,6 +43,8 @@ def make_checkpoint(
 ) -> None:
     """Writes a random checkpoint with the shape of a published model, and a spec for it."""
     config = published_config(shape) | {"torch_dtype": _TORCH_NAMES[_known_dtype(dtype)]}
+    for quantisation in gguf or ():
+        check_quantisation(quantisation)
     if layers is not None:
         config["num_hidden_layers"] = layers
     tensors = list(tensor_shapes(config))
@@ -61,7 +63,6 @@ def make_checkpoint(
     print(f"{folder}: {checkpoint.element_count():,} parameters, {dtype}; run it with")
     print(f'  buddy-pipeline --spec {folder / "spec.json"} --prompt "…"')
     for quantisation in gguf or ():
-        check_export(checkpoint, quantisation)
         path = folder / f"model-{quantisation}.gguf"
         export_gguf(checkpoint, path, quantisation)
         print(f"{path}: {path.stat().st_size:,} bytes")

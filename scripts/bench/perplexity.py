@@ -18,9 +18,10 @@ from typing import Annotated, Any
 import typer
 
 from benchkit.child import run_in_child
+from benchkit.command import check_json_path, main
 from benchkit.contestants import ModelChoice
 from benchkit.perplexity import combine, score_window, windows
-from benchkit.report import check_json_path, describe, machine, main, table, write_json
+from benchkit.report import describe, machine, table, write_json
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.launcher.loading import StepSizes, open_engine
 from buddy_pipeline.launcher.tokenizer import open_tokenizer

@@ -19,17 +19,10 @@ import numpy as np
 import typer
 
 from benchkit.child import child, run_in_child
+from benchkit.command import check_json_path, main, team_sizes
 from benchkit.limits import LimitMeter, Limits, Objects, compile_loops
 from benchkit.reference_loops import c_loops, numpy_flops, numpy_read
-from benchkit.report import (
-    check_json_path,
-    describe,
-    machine,
-    main,
-    table,
-    team_sizes,
-    write_json,
-)
+from benchkit.report import describe, machine, table, write_json
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.ranks.affinity import available_cores, prepare_threads
 from buddy_pipeline.ranks.memory_blocks import arena

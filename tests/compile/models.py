@@ -3,10 +3,16 @@
 import functools
 from typing import Any
 
+from buddy_pipeline.compile.codegen import compile_object
 from buddy_pipeline.compile.drafting import Drafted, Drafter
 from buddy_pipeline.compile.export import ExportedModel, export_model
 from buddy_pipeline.compile.islands import Island, import_island, signature
-from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.kernels.driver import DRIVER, TICKS
+from buddy_pipeline.compile.loader import Library
+from buddy_pipeline.compile.lowering import lower_island, lower_kernel
+from buddy_pipeline.compile.manifest import Plan
+from buddy_pipeline.compile.planner import Source, make_plan
+from buddy_pipeline.compile.target import Target, host_target
 from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.partition.graph import GraphNode
 from buddy_pipeline.partition.ownership import partition_graph
@@ -68,3 +74,30 @@ def model(family: str) -> Model:
 def large_llama() -> Model:
     """A llama of a real model's sizes; nothing of it is ever allocated."""
     return Model("llama", **LARGE_LLAMA)
+
+
+@functools.cache
+def planned(family: str, variant: str = "f32") -> tuple[Plan, dict[str, Source]]:
+    """The plan of a tiny model for the host, and the sources of its objects."""
+    return make_plan("key", tiny_config(family), variant, host_target(), {"compiler": "1"})
+
+
+def plan(family: str) -> Plan:
+    """The plan of a tiny model for the host."""
+    return planned(family)[0]
+
+
+@functools.cache
+def library(family: str, variant: str = "f32") -> Library:
+    """All compiled code of a tiny model, for the host, in this process."""
+    made, sources = planned(family, variant)
+    objects = [_object(source) for source in sources.values()]
+    symbols = [template.symbol for template in made.templates.values()]
+    return Library(objects, [DRIVER, TICKS, *symbols])
+
+
+@functools.cache
+def _object(source: Source) -> bytes:
+    modules = [lower_kernel(source.module)]
+    modules += [lower_island(text, symbol) for symbol, text in source.islands]
+    return compile_object(modules, source.symbol, host_target())

@@ -12,31 +12,12 @@ from pathlib import Path
 
 import numpy as np
 
-from buddy_pipeline.launcher.prompt import PromptSource
+from buddy_pipeline.launcher import cli, running
 from buddy_pipeline.launcher.session import open_session
 from buddy_pipeline.launcher.settings import RunSettings
 from buddy_pipeline.ranks.engine import Engine
-from buddy_pipeline.ranks.faults import CollectiveExit
-from buddy_pipeline.ranks.sampling import SamplingOptions
 
 NEW_TOKENS = 16
-
-
-def settings(checkpoint: Path, cache: Path) -> RunSettings:
-    spec = checkpoint / "spec.json"  # written by the test
-    return RunSettings(
-        spec=str(spec),
-        variant=None,
-        local_model=checkpoint,
-        threads=None,
-        split=None,
-        cache_dir=cache,
-        prompt=PromptSource(text="unused"),
-        sampling=SamplingOptions(),
-        top_logits=0,
-        json_path=None,
-        stats=False,
-    )
 
 
 def compute(engine: Engine, prompt: np.ndarray) -> dict[str, np.ndarray]:
@@ -55,16 +36,22 @@ def compute(engine: Engine, prompt: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def main(checkpoint: str, cache: str, prompt: str, out: str) -> None:
-    with open_session(settings(Path(checkpoint), Path(cache))) as session:
-        if session.engine is None:
-            session.serve()
-        else:
-            np.savez(out, **compute(session.engine, np.load(prompt)))
+def main(checkpoint: str, cache: str, prompt: str, out: str) -> int:
+    def write_logits(settings: RunSettings) -> int:
+        with open_session(settings) as session:
+            if session.engine is None:
+                session.serve()
+            else:
+                np.savez(out, **compute(session.engine, np.load(prompt)))
+        return 0
+
+    # The command line makes the settings; then this takes the place of the answer.
+    running.run_command = write_logits
+    spec = Path(checkpoint) / "spec.json"
+    spec.write_text("{}")
+    model = ["--spec", str(spec), "--local-model", checkpoint]
+    return cli.main([*model, "--cache-dir", cache, "--prompt", "unused"])
 
 
 if __name__ == "__main__":
-    try:
-        main(*sys.argv[1:])
-    except CollectiveExit as leaving:
-        sys.exit(leaving.code)
+    sys.exit(main(*sys.argv[1:]))

@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from buddy_pipeline.launcher.token_bytes import Detokenizer
-from buddy_pipeline.ranks.sampling import Sampler, SamplingOptions, make_sampler
+from buddy_pipeline.ranks.engine import Sampled
+from buddy_pipeline.ranks.sequence import Sequence as PipelineSequence
 
 
 class FakeTokenizer:
@@ -33,36 +34,47 @@ class FakeEngine:
     script: Sequence[int]
     context_length: int = 1000
     vocab_size: int = 257
-    chunk: int = 16
-    seen: list[int] = field(default_factory=list)
-    """Every token it was given, in order of position."""
+    max_sequences: int = 2
+    running: list[PipelineSequence] = field(default_factory=list)
+    """First come, first served: `max_sequences` of them have a token in each round."""
+    seen: list[list[int]] = field(default_factory=list)
+    """What each sequence that has ended was given: its prompt and the tokens fed back."""
+    finished: list[PipelineSequence] = field(default_factory=list)
+    memory_asked: int = 0
     closed: bool = False
 
-    def prefill(self, slot: int, ids: np.ndarray, start: int = 0) -> np.ndarray:
-        assert ids.dtype == np.int64
-        assert start == len(self.seen)
-        self.seen += ids.tolist()
-        assert len(self.seen) <= self.context_length
-        self._prompt_length = len(self.seen)
-        return self._logits()
+    @property
+    def waiting(self) -> int:
+        return max(0, len(self.running) - self.max_sequences)
 
-    def decode(self, slot: int, token: int, position: int) -> np.ndarray:
-        assert position == len(self.seen)
-        self.seen.append(token)
-        assert len(self.seen) <= self.context_length
-        return self._logits()
+    def submit(self, sequence: PipelineSequence) -> None:
+        assert 1 <= len(sequence.ids) <= self.context_length
+        self.running.append(sequence)
+
+    def advance(self) -> list[Sampled]:
+        sampled = []
+        for sequence in self.running[: self.max_sequences]:
+            assert len(sequence.ids) <= self.context_length
+            step = len(sequence.ids) - sequence.prompt_length
+            logits = np.linspace(0, 1, self.vocab_size, dtype=np.float32)
+            logits[self.script[step] if step < len(self.script) else 0] = 9.0
+            token = sequence.choose(logits, sequence.ids)
+            sequence.ids.append(token)
+            sampled.append(Sampled(sequence, token, logits))
+        return sampled
+
+    def finish(self, sequence: PipelineSequence) -> None:
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.finished.append(sequence)
+            self.seen.append(sequence.ids[:-1])
 
     def peak_memory(self) -> list[int]:
+        self.memory_asked += 1
         return [300_000_000, 100_000_000]
 
     def close(self) -> None:
         self.closed = True
-
-    def _logits(self) -> np.ndarray:
-        step = len(self.seen) - self._prompt_length
-        logits = np.linspace(0, 1, self.vocab_size, dtype=np.float32)
-        logits[self.script[step] if step < len(self.script) else 0] = 9.0
-        return logits
 
 
 @dataclass
@@ -71,17 +83,20 @@ class FakeSession:
 
     engine: FakeEngine | None
     tokenizer: FakeTokenizer = field(default_factory=FakeTokenizer)
+    opened: bool = False
     served: bool = False
-
-    def sampler(self, options: SamplingOptions) -> Sampler:
-        return make_sampler(options)
 
     def serve(self) -> None:
         self.served = True
 
     @contextmanager
-    def open(self, settings: Any) -> Iterator["FakeSession"]:
-        self.settings = settings
+    def open(
+        self, settings: Any, check: Any = None, *, library: bool = False
+    ) -> Iterator["FakeSession"]:
+        self.settings, self.library = settings, library
+        if check is not None and self.engine is not None:
+            check(self.tokenizer, self.engine.context_length)
+        self.opened = True
         yield self
 
 

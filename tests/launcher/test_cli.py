@@ -4,7 +4,6 @@ import inspect
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -13,12 +12,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from buddy_pipeline.launcher import cli
-from buddy_pipeline.launcher.answer import check_request
+from buddy_pipeline.launcher import api, cli
 from buddy_pipeline.launcher.settings import Balance
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.sampling import SamplingOptions
-from tests.launcher.fakes import FakeEngine, FakeSession, FakeTokenizer, scripted
+from tests.launcher.fakes import FakeEngine, FakeSession, scripted
 
 PLAN = ["--spec", "s", "--world", "2"]
 RUN = ["--spec", "smollm2-135m", "--prompt", "Hi"]
@@ -33,15 +31,11 @@ class Module(ModuleType):
 
 
 @pytest.fixture
-def session(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSession]:
+def session(monkeypatch: pytest.MonkeyPatch) -> FakeSession:
     """The session that commands open instead of a pipeline."""
     fake = FakeSession(scripted("Hello"))
-    place(monkeypatch, "session", open_session=fake.open)
-    # The run command binds open_session when it is imported: it must find this one, and must not
-    # keep it for other tests.
-    sys.modules.pop("buddy_pipeline.launcher.running", None)
-    yield fake
-    sys.modules.pop("buddy_pipeline.launcher.running", None)
+    monkeypatch.setattr(api, "open_session", fake.open)
+    return fake
 
 
 def place(monkeypatch: pytest.MonkeyPatch, name: str, **functions: Any) -> None:
@@ -126,7 +120,9 @@ def test_a_rank_without_an_engine_serves_and_prints_nothing(
     session: FakeSession, capsys: pytest.CaptureFixture[str]
 ) -> None:
     session.engine = None
-    assert cli.main(RUN) == 0
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(RUN)
+    assert leaving.value.code == 0
     assert session.served
     assert capsys.readouterr() == ("", "")
 
@@ -230,13 +226,17 @@ def test_help_loads_neither_numbers_nor_compilers_nor_mpi() -> None:
         (["--json", "none/out.json"], 100, "--json none/out.json cannot be written"),
     ],
 )
-def test_a_request_can_be_checked_before_anything_is_loaded(
-    changes: list[str], context: int, message: str, session: FakeSession
+def test_a_request_is_checked_before_anything_is_loaded(
+    changes: list[str],
+    context: int,
+    message: str,
+    session: FakeSession,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    session.engine = None
-    cli.main([*RUN, *changes])
-    with pytest.raises(UserError, match=message):
-        check_request(session.settings, FakeTokenizer(), context)  # type: ignore[arg-type]
+    assert session.engine is not None
+    session.engine.context_length = context
+    assert message in refusal([*RUN, *changes], capsys)
+    assert not session.opened
 
 
 def test_text_comes_out_as_it_is_made(
@@ -245,12 +245,12 @@ def test_text_comes_out_as_it_is_made(
     engine = session.engine
     assert isinstance(engine, FakeEngine)
     seen: list[str] = []
-    decode = engine.decode
+    advance = engine.advance
 
-    def spying_decode(slot: int, token: int, position: int) -> Any:
+    def spying_advance() -> Any:
         seen.append(capsys.readouterr().out)
-        return decode(slot, token, position)
+        return advance()
 
-    monkeypatch.setattr(engine, "decode", spying_decode)
+    monkeypatch.setattr(engine, "advance", spying_advance)
     assert cli.main([*RUN, "--max-tokens", "4"]) == 0
-    assert seen == ["H", "e", "l"]
+    assert seen == ["", "H", "e", "l", "l"]

@@ -1,10 +1,12 @@
 """The generation loop: why it ends, what text leaves it, what the engine is asked."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buddy_pipeline.launcher.generate import Token, generate
+from buddy_pipeline.launcher.generate import Request, Token, generate, generate_all
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.sampling import SamplingOptions
 from tests.launcher.fakes import FakeEngine, FakeTokenizer, scripted
@@ -14,7 +16,8 @@ PROMPT = list(b"prompt")
 
 def run(engine: FakeEngine, top_logits: int = 0, **options: object) -> list[Token]:
     sampling = SamplingOptions(**options)  # type: ignore[arg-type]
-    return list(generate(engine, FakeTokenizer(), PROMPT, sampling, top_logits=top_logits))  # type: ignore[arg-type]
+    request = Request(PROMPT, sampling, top_logits)
+    return list(generate(engine, FakeTokenizer(), request))  # type: ignore[arg-type]
 
 
 def text_of(tokens: list[Token]) -> str:
@@ -37,7 +40,7 @@ def test_ignore_eos_goes_on_and_spells_control_tokens() -> None:
 def test_every_token_but_the_last_is_fed_back_once_at_its_position() -> None:
     engine = scripted("hello")
     run(engine)
-    assert bytes(engine.seen) == b"prompthello"
+    assert list(map(bytes, engine.seen)) == [b"prompthello"]
 
 
 def test_max_tokens_ends_it() -> None:
@@ -64,7 +67,7 @@ def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths() -> None
 
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(UserError, match="the prompt is empty"):
-        next(generate(scripted("a"), FakeTokenizer(), [], SamplingOptions()))  # type: ignore[arg-type]
+        next(generate(scripted("a"), FakeTokenizer(), Request([], SamplingOptions())))  # type: ignore[arg-type]
 
 
 def test_a_stop_text_that_spans_tokens_ends_it_and_none_of_it_comes_out() -> None:
@@ -96,6 +99,46 @@ def test_top_logits_come_with_the_first_token_only_best_first() -> None:
     tokens = run(scripted("hello"), top_logits=3)
     assert tokens[0].top_logits == ((ord("h"), 9.0), (256, 1.0), (255, pytest.approx(255 / 256)))
     assert all(token.top_logits == () for token in tokens[1:])
+
+
+def test_requests_run_together_and_each_gets_its_own_text_and_reason() -> None:
+    engine = scripted("hello")
+    options = [SamplingOptions(), SamplingOptions(max_tokens=2), SamplingOptions(stop=("l",))]
+    requests = [Request(PROMPT, each) for each in options]
+    texts, reasons = ["", "", ""], [None, None, None]
+    order: list[int] = []
+    for number, token in generate_all(engine, FakeTokenizer(), requests):  # type: ignore[arg-type]
+        texts[number] += token.text
+        reasons[number] = token.finish_reason  # type: ignore[call-overload]
+        order.append(number)
+    assert texts == ["hello", "he", "he"]
+    assert reasons == ["eos", "length", "stop"]
+    assert order[:4] == [0, 1, 0, 1], "two run at once"
+    assert engine.running == []
+
+
+def test_requests_are_taken_only_as_the_engine_has_use_for_them() -> None:
+    engine = scripted("hello")
+    taken = 0
+
+    def requests() -> Iterator[Request]:
+        nonlocal taken
+        while taken < 100:
+            taken += 1
+            yield Request(PROMPT, SamplingOptions())
+
+    tokens = generate_all(engine, FakeTokenizer(), requests())  # type: ignore[arg-type]
+    next(tokens)
+    assert taken == 2 * engine.max_sequences
+
+
+def test_who_stops_listening_ends_all_sequences() -> None:
+    engine = scripted("hello")
+    requests = [Request(PROMPT, SamplingOptions())] * 3
+    tokens = generate_all(engine, FakeTokenizer(), requests)  # type: ignore[arg-type]
+    next(tokens)
+    tokens.close()  # type: ignore[attr-defined]
+    assert engine.running == []
 
 
 stop_lists = st.lists(st.text("abé", min_size=1, max_size=3), max_size=3)

@@ -19,6 +19,7 @@ from buddy_pipeline.partition.errors import UserError
 STATISTICS = Statistics(
     prompt_tokens=37,
     prompt_tokens_per_s=500.04,
+    reused_prompt_tokens=5,
     generation_tokens=48,
     generation_tokens_per_s=61.26,
     time_to_first_token_s=0.074,
@@ -42,7 +43,7 @@ def test_the_statistics_are_one_line() -> None:
 
 
 def test_one_token_has_no_generation_rate() -> None:
-    line = Statistics(1, 1.0, 1, None, 1.0, [0]).line()
+    line = Statistics(1, 1.0, 0, 1, None, 1.0, [0]).line()
     assert "generation 1 tokens, - tokens/s" in line
 
 
@@ -57,6 +58,7 @@ def test_the_json_file_has_the_fields_of_a_run(tmp_path: Path) -> None:
         "stats": {
             "prompt_tokens": 37,
             "prompt_tokens_per_s": 500.04,
+            "reused_prompt_tokens": 5,
             "generation_tokens": 48,
             "generation_tokens_per_s": 61.26,
             "time_to_first_token_s": 0.074,

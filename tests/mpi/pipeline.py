@@ -1,6 +1,6 @@
 """The program that tests start on every rank: a pipeline of fake stages, with a fault on request.
 
-    pipeline.py [FAULT [RANK]]
+    pipeline.py [FAULT [RANK [STEP_TIMEOUT]]]
 
 Rank 0 prints a JSON object with what the pipeline computed. FAULT is one of the functions below
 that take a rank's `Faulty` stage, or a fault in preparation; RANK is where it happens ("all" for
@@ -13,19 +13,36 @@ import signal
 import sys
 import time
 
-import numpy as np
-
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.faults import CollectiveExit, agree, exit_alone, guarded
 from buddy_pipeline.ranks.messages import Step
 from buddy_pipeline.ranks.serve import serve
 from buddy_pipeline.ranks.transport import Loopback, Transport
+from buddy_pipeline.ranks.watchdog import WatchedStage
 from buddy_pipeline.ranks.world import World, join_world
-from tests.mpi.fake_stage import BOUNDS, MAX_ROWS, FakeStage
+from tests.mpi.fake_stage import (
+    BOUNDS,
+    IN_FLIGHT,
+    MAX_CHANGES,
+    MAX_ROWS,
+    MAX_TOKENS,
+    FakeStage,
+    fake_engine,
+    run,
+)
 
 FAULT_STEP = 3
-PROMPT = np.arange(37, dtype=np.int64) * 5 % BOUNDS.vocab
+LONG = [5 * i % BOUNDS.vocab for i in range(60)]
+PROMPTS = {
+    "long": LONG,
+    "short": [3, 1, 4],
+    "one": [7],
+    "like long": [*LONG[:50], 1, 2, 3],
+    "waits for a place": [2, 7, 1, 8, 2, 8],
+    "like long too": [*LONG[:40], 9],
+}
+TOKENS = 9
 
 
 class Faulty(FakeStage):
@@ -68,6 +85,14 @@ def hangs(stage: Faulty, step: Step) -> None:
     time.sleep(60)
 
 
+def stopped(stage: Faulty, step: Step) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def is_slow(stage: Faulty, step: Step) -> None:
+    time.sleep(0.8)
+
+
 def sends_noise(stage: Faulty, step: Step) -> None:
     send_bytes(stage, bytes(range(200)))
 
@@ -98,6 +123,8 @@ FAULTS = {
         killed,
         terminated,
         hangs,
+        stopped,
+        is_slow,
         sends_noise,
         sends_too_much,
         repeats_a_step,
@@ -114,46 +141,54 @@ def prepare(world: World, fault: str) -> None:
     agree(world, problem.get(fault))
 
 
-def transport_of(world: World) -> Transport | Loopback:
+def transport_of(world: World, step_timeout_s: float | None) -> Transport | Loopback:
     shape = FakeStage(world.rank, world.world)
     if world.comm is None:
-        return Loopback(shape.max_tokens, MAX_ROWS)
+        return Loopback(MAX_TOKENS, MAX_ROWS, max_changes=MAX_CHANGES, in_flight=IN_FLIGHT)
     return Transport(
-        world, shape.max_tokens, MAX_ROWS, shape.input_bytes, shape.output_bytes, BOUNDS
+        world,
+        MAX_TOKENS,
+        MAX_ROWS,
+        shape.input_bytes,
+        shape.output_bytes,
+        BOUNDS,
+        max_changes=MAX_CHANGES,
+        in_flight=IN_FLIGHT,
+        step_timeout_s=step_timeout_s,
     )
 
 
 def generate(engine: Engine) -> dict[str, object]:
-    """Prefill two slots and decode in turns; logits as bits, so that equal means identical."""
-    logits = [engine.prefill(0, PROMPT).copy(), engine.prefill(1, PROMPT[:5]).copy()]
-    for step in range(4):
-        logits.append(engine.decode(0, step, len(PROMPT) + step).copy())
-        logits.append(engine.decode(1, 2 * step, 5 + step).copy())
-    logits.append(engine.prefill(1, PROMPT[:9], start=9).copy())
+    """All prompts together, and each alone; and what else the engine tells."""
+    together = run(engine, PROMPTS, TOKENS)
+    alone = {name: run(engine, {name: ids}, TOKENS)[name] for name, ids in PROMPTS.items()}
     return {
-        "logits": np.stack(logits).view(np.int32).tolist(),
+        "together": {name: logits.tolist() for name, logits in together.items()},
+        "alone": {name: logits.tolist() for name, logits in alone.items()},
         "peak_memory": engine.peak_memory(),
     }
 
 
-def main(fault: str = "", where: str = "all") -> None:
+def main(fault: str = "", where: str = "all", step_timeout: str = "") -> None:
     world = join_world()
+    seconds = float(step_timeout) if step_timeout else None
     with guarded(world):
         here = fault if where in ("all", str(world.rank)) else ""
         prepare(world, here)
-        transport = transport_of(world)
-        stage = Faulty(world, transport, here if here in FAULTS else "")
+        transport = transport_of(world, seconds)
+        faulty = Faulty(world, transport, here if here in FAULTS else "")
+        stage = faulty if seconds is None else WatchedStage(faulty, world, seconds)
         if world.rank != 0:
             assert isinstance(transport, Transport)
             serve(stage, transport)
             return
-        engine = Engine(stage, transport, BOUNDS)
+        engine = fake_engine(stage, transport, world.world)
         try:
             result = generate(engine)
         except UserError as error:
             if here != "declines":
                 raise
-            engine.close()  # with the later steps of the prefill still on their way
+            engine.close()  # with later steps still on their way
             exit_alone(error)
         engine.close()
         print(json.dumps(result), flush=True)

@@ -13,12 +13,12 @@ WORLD = 3
 EVERY_RANK = range(WORLD)
 
 
-def fail(fault: str, where: object) -> Ended:
+def fail(fault: str, where: object, *more: object, world: int = WORLD) -> Ended:
     """The end of a job with a fault; checks what holds for all of them."""
-    ended = mpirun(WORLD, "pipeline.py", fault, where)
+    ended = mpirun(world, "pipeline.py", fault, where, *more)
     assert ended.code != 0
     assert "Traceback" not in ended.stderr
-    assert "logits" not in ended.stdout
+    assert "together" not in ended.stdout
     return ended
 
 
@@ -104,3 +104,33 @@ def test_rank_0_can_send_the_others_home_amid_a_prefill() -> None:
 def test_a_malformed_message_is_refused(fault: str, complaint: str) -> None:
     lines = messages(fail(fault, 2))
     assert any(re.fullmatch(rf"rank 1 of 3 on \S+: ProtocolError: {complaint}", x) for x in lines)
+
+
+@pytest.mark.parametrize("rank", EVERY_RANK)
+def test_a_rank_that_hangs_is_ended_and_named(rank: int) -> None:
+    (line,) = messages(fail("hangs", rank, 0.5))
+    assert re.fullmatch(
+        rf"rank {rank} of 3 on \S+: step \d+ has not ended within 0\.5 s \(--step-timeout\)", line
+    )
+
+
+def test_a_world_of_one_that_hangs_is_ended_too() -> None:
+    (line,) = messages(fail("hangs", 0, 0.5, world=1))
+    assert re.fullmatch(r"step \d+ has not ended within 0\.5 s \(--step-timeout\)", line)
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_does_not_run_any_more_is_named(rank: int) -> None:
+    (line,) = messages(fail("stopped", rank, 0.5))
+    assert re.fullmatch(
+        rf"rank 0 of 3 on \S+: SilentRank: rank {rank} of 3 has not answered for 2\.5 s "
+        r"\(--step-timeout\): stopped or out of reach",
+        line,
+    )
+
+
+def test_ranks_that_are_only_slow_are_waited_for() -> None:
+    """Each takes less than the timeout for a step; the step on its way takes longer."""
+    ended = mpirun(WORLD, "pipeline.py", "is_slow", "all", 1.0)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "together" in ended.stdout

@@ -1,4 +1,5 @@
-"""The logits do not depend on how many ranks the pipeline has, and every rank takes part."""
+"""The logits do not depend on how many ranks the pipeline has or on what else is in it, and every
+rank takes part."""
 
 import json
 from functools import cache
@@ -21,7 +22,12 @@ def result(world: int) -> dict[str, Any]:
 # World 5 gives rank 1, in the middle, and rank 0 no layer.
 @pytest.mark.parametrize("world", [2, 3, 4, 5])
 def test_logits_are_those_of_one_rank(world: int) -> None:
-    assert result(world)["logits"] == result(1)["logits"]
+    assert result(world)["together"] == result(1)["together"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_sequences_that_run_together_have_the_logits_they_have_alone(world: int) -> None:
+    assert result(world)["together"] == result(world)["alone"]
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])

@@ -7,7 +7,7 @@ from buddy_pipeline.compile.kernels.driver import DRIVER, TICKS, emit_driver
 from buddy_pipeline.compile.kernels.step import declare_end_region, end_region
 from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.lowering import lower_kernel
-from buddy_pipeline.compile.manifest import PartitionPlan, Plan, Template
+from buddy_pipeline.compile.manifest import KV_BLOCK, PartitionPlan, Plan, Template
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.partition.layers import BlockRole
@@ -35,6 +35,7 @@ class MadeStage:
         sizes = StageSizes(tokens=1, rows=1, slots=1, context=32, threads=threads)
         plan = _plan(layers, names)
         self.stage = Stage(plan, range(layers), BlockRole.MIDDLE, {}, self._library, sizes)
+        self.stage.kv.apply([(0, KV_BLOCK, 0, 0)])
         self._buffer = StepBuffer(1, 1, 0)
 
     def run(self, steps: int) -> None:

@@ -13,7 +13,7 @@ MAX_TOKENS, MAX_ROWS, BYTES_PER_TOKEN = 7, 3, 20
 BOUNDS = Bounds(context=32, slots=2, vocab=11)
 
 # Offsets of header fields, written out: the format is a contract between hosts.
-VERSION, KIND, TOKENS, ROWS, PAYLOAD, TOTAL, RESERVED = 4, 6, 16, 20, 24, 32, 40
+VERSION, KIND, TOKENS, ROWS, PAYLOAD, TOTAL, RESERVED = 4, 6, 16, 20, 24, 32, 60
 POSITIONS = 64
 
 
@@ -85,16 +85,16 @@ def test_a_step_beyond_the_capacity_cannot_be_begun(tokens: int, rows: int, payl
     ("offset", "layout", "value", "message"),
     [
         (0, "<I", 0, "message starts with"),
-        (VERSION, "<H", 2, "format version 2"),
+        (VERSION, "<H", 1, "format version 1"),
         (KIND, "<H", 99, "message kind 99"),
-        (KIND, "<H", Kind.STOP, "3 tokens and 1 rows in STOP"),
+        (KIND, "<H", Kind.STOP, "3 tokens, 1 rows and 0 slot changes in STOP"),
         (TOKENS, "<I", 0, "0 tokens in a step"),
         (TOKENS, "<I", 0xFFFFFFFF, "4294967295 tokens in a step: expected 1 to 7"),
         (ROWS, "<I", MAX_ROWS + 1, "4 rows in a step: expected at most 3"),
         (PAYLOAD, "<Q", 0, "0 payload bytes for 3 tokens"),
         (PAYLOAD, "<Q", (1 << 64) - 8, "payload bytes for 3 tokens"),
         (TOTAL, "<Q", 64, "header says 64 bytes in all"),
-        (RESERVED, "<Q", 1, "reserved header bytes"),
+        (RESERVED, "<I", 1, "reserved header bytes"),
         (POSITIONS, "<q", -1, "position -1 of token 0: expected 0 to 31"),
         (POSITIONS + 8, "<q", 32, "position 32 of token 1"),
         (POSITIONS + 24, "<q", 2, "slot 2 of token 0: expected 0 to 1"),

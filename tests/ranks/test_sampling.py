@@ -156,8 +156,8 @@ def test_samples_follow_the_probabilities() -> None:
         ("seed", -1),
     ],
 )
-def test_a_value_out_of_range_names_the_option_and_the_value(field: str, value: Any) -> None:
-    with pytest.raises(UserError, match=f"^{field.replace('_', '-')} is {value}: it must be"):
+def test_a_value_out_of_range_names_the_field_and_the_value(field: str, value: Any) -> None:
+    with pytest.raises(UserError, match=f"^{field} is {value}: it must be"):
         SamplingOptions(**{field: value})
 
 

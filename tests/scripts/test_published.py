@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchkit.gguf_export import check_export, export_gguf, rope_factors
+from benchkit.gguf_export import export_gguf, rope_factors
 from benchkit.published import SHAPES, published_config, tensor_shapes
 from benchkit.random_weights import encode, file_size, write_random_weights
 from buddy_pipeline.partition.errors import UserError
@@ -109,10 +109,11 @@ def test_a_quantised_gguf_file_is_near_the_weights(tmp_path: Path) -> None:
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
     source = open_checkpoint(small_checkpoint(tmp_path / "hf", "llama", "f32"))
     with pytest.raises(UserError, match="'Q3_K' cannot be written: use one of F32"):
-        check_export(source, "Q3_K")
+        export_gguf(source, tmp_path / "model.gguf", "Q3_K")
     source.config["model_type"] = "gemma2"
     with pytest.raises(UserError, match="is a gemma2 model; GGUF is written for llama"):
-        check_export(source, "Q8_0")
+        export_gguf(source, tmp_path / "model.gguf", "Q8_0")
+    assert not (tmp_path / "model.gguf").exists()
 
 
 def small_checkpoint(folder: Path, kind: str, dtype: str) -> Path:

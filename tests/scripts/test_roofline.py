@@ -1,13 +1,16 @@
 """The loops that measure the machine do the work that they are said to do."""
 
+import os
+
 import numpy as np
 import pytest
 import roofline
 
-from benchkit.child import run_in_child
+from benchkit.child import child, run_in_child
+from benchkit.command import whole_numbers
 from benchkit.limits import LimitMeter, Limits, Objects, compile_loops
 from benchkit.reference_loops import CLoops, c_loops
-from benchkit.report import table, whole_numbers
+from benchkit.report import table
 from benchkit.roofline_kernels import FMA_F32, emit_read, fma_bf16, fma_f32
 from buddy_pipeline.compile.target import host_target, named_target
 from buddy_pipeline.partition.errors import UserError
@@ -96,14 +99,10 @@ class Failing:
         raise UserError("give another value")
 
     def die(self) -> None:
-        import os
-
         os._exit(3)
 
 
 def test_a_child_hands_on_a_mistake_and_its_death_is_told() -> None:
-    from benchkit.child import child
-
     with child("x", Failing) as process:
         with pytest.raises(UserError, match="give another value"):
             process.call("user_mistake")

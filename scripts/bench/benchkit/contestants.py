@@ -23,6 +23,13 @@ from buddy_pipeline.launcher.settings import ModelSettings
 from buddy_pipeline.partition.errors import UserError
 
 _SLOT = 0
+#: Random ids are below this, so that every vocabulary has them.
+_IDS = 250
+
+
+def random_ids(count: int) -> np.ndarray:
+    """int64 [count], the same in every run."""
+    return np.random.default_rng(0).integers(0, _IDS, count, dtype=np.int64)
 
 
 @dataclass(frozen=True)
@@ -70,15 +77,16 @@ class Ours:
         self._stack = ExitStack()
         self._engine, loaded = self._stack.enter_context(opened)
         self._threads = threads
-        self.work = count_work(
+        self._work = count_work(
             loaded.partitions,
             loaded.stage.kv.position_bytes,
             model.checkpoint.config,
         )
         self._meter: LimitMeter | None = None
 
-    def describe(self) -> Work:
-        return self.work
+    def count_work(self) -> Work:
+        """What a step of this model in this variant costs."""
+        return self._work
 
     def prepare_limits(self, objects: Objects, megabytes: int) -> None:
         """Gets ready for `limits`, with the same team of threads."""

@@ -35,12 +35,16 @@ QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
 _BUFFERS = (".inv_freq",)
 
 
-def check_export(checkpoint: Checkpoint, quantisation: str) -> None:
-    """Raises UserError for a model or a format that `export_gguf` cannot write."""
-    if quantisation not in QUANTISATIONS:
+def check_quantisation(name: str) -> None:
+    """Raises UserError for a format that `export_gguf` cannot write."""
+    if name not in QUANTISATIONS:
         raise UserError(
-            f"GGUF format {quantisation!r} cannot be written: use one of {', '.join(QUANTISATIONS)}"
+            f"GGUF format {name!r} cannot be written: use one of {', '.join(QUANTISATIONS)}"
         )
+
+
+def check_architecture(checkpoint: Checkpoint) -> None:
+    """Raises UserError for a model that `export_gguf` cannot write."""
     kind = checkpoint.config["model_type"]
     if kind not in ARCHITECTURES:
         raise UserError(
@@ -52,9 +56,11 @@ def export_gguf(checkpoint: Checkpoint, path: Path, quantisation: str) -> None:
     """Writes matrices in `quantisation` (embedding and head too), vectors in f32.
 
     A matrix whose rows are no whole blocks of the format is written in F16. The tokenizer is the
-    checkpoint's if that came from a GGUF file, else one token a byte. Errors as `check_export`.
+    checkpoint's if that came from a GGUF file, else one token a byte. Raises UserError for what
+    cannot be written.
     """
-    check_export(checkpoint, quantisation)
+    check_quantisation(quantisation)
+    check_architecture(checkpoint)
     config = checkpoint.config
     writer = GGUFWriter(path, config["model_type"])
     _add_configuration(writer, config, checkpoint.path.name)

@@ -41,7 +41,7 @@ class NaiveTimes:
 
 def compile_naively(config: dict[str, Any], tokens: int, target: Target) -> NaiveTimes:
     """Compiles the prefill of `tokens` tokens of the model in a process of its own."""
-    return run_in_child("the naive compiler", _compile, config, tokens, target)  # type: ignore[no-any-return]
+    return run_in_child("the naive compiler", _compile, config, tokens, target)
 
 
 def _compile(config: dict[str, Any], tokens: int, target: Target) -> NaiveTimes:

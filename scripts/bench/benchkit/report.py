@@ -5,31 +5,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-import typer
-
 from buddy_pipeline.compile.cache import write_atomically
 from buddy_pipeline.compile.target import host_target
-from buddy_pipeline.launcher.paths import check_writable
-from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.affinity import available_cores
-
-_USER_ERROR = 2
-
-
-def main(command: Any) -> None:
-    """Runs a script's command; a user's mistake is one line and exit code 2."""
-    try:
-        typer.run(command)
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(_USER_ERROR)
 
 
 def machine() -> dict[str, Any]:
@@ -76,38 +60,10 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([line(head), "  ".join("-" * width for width in widths), *map(line, rows)])
 
 
-def check_json_path(path: Path | None) -> None:
-    """Raises UserError, before anything is measured, if the JSON cannot be written there."""
-    if path is not None:
-        check_writable("--json", path)
-
-
 def write_json(path: Path | None, data: dict[str, Any]) -> None:
     """Writes the report, if one is wanted."""
     if path is not None:
         write_atomically(path, (json.dumps(data, indent=2) + "\n").encode())
-
-
-def whole_numbers(option: str, text: str) -> tuple[int, ...]:
-    """The positive numbers of a list such as "1,2"; UserError naming the option otherwise."""
-    try:
-        numbers = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        numbers = ()
-    if not numbers or min(numbers) < 1:
-        raise UserError(f"{option} {text!r} must be positive whole numbers, such as 1,2")
-    return numbers
-
-
-def team_sizes(text: str | None) -> tuple[int, ...]:
-    """The team sizes of --threads; UserError for more than there are cores."""
-    cores = len(available_cores())
-    if text is None:
-        return tuple(dict.fromkeys((1, cores)))
-    sizes = whole_numbers("--threads", text)
-    if max(sizes) > cores:
-        raise UserError(f"--threads {text} asks for more than the {cores} cores of this process")
-    return sizes
 
 
 def _cpu_model() -> str:

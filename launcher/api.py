@@ -1,0 +1,149 @@
+"""The Python API: a model over the ranks of this job, and what the command line itself uses.
+
+    with Pipeline.from_spec("smollm2-135m", max_sequences=8) as pipeline:
+        for result in pipeline.generate(["Why is the sky blue?", "And the sea?"], max_tokens=40):
+            print(result.text)
+
+The same program runs alone and under `mpirun`, where every rank executes it up to the `with`: there
+rank 0 goes on, while the others compute for it and leave the program when rank 0 leaves the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from buddy_pipeline.launcher.answer import answer_all
+from buddy_pipeline.launcher.generate import Request, Token, check_prompt_length, generate
+from buddy_pipeline.launcher.output import Result
+from buddy_pipeline.launcher.prompt import encode_messages, encode_text
+from buddy_pipeline.launcher.session import Check, open_session
+from buddy_pipeline.launcher.settings import MAX_SEQUENCES, Balance, PipelineSettings
+from buddy_pipeline.ranks.sampling import SamplingOptions
+
+if TYPE_CHECKING:
+    from buddy_pipeline.launcher.chat import Message
+    from buddy_pipeline.launcher.tokenizer import Tokenizer
+    from buddy_pipeline.ranks.engine import Engine
+
+Prompt = str | Sequence["Message"] | Sequence[int]
+"""A text, the messages of a conversation, or token ids."""
+
+
+class Pipeline:
+    """A context manager; inside it, on rank 0, prompts become tokens."""
+
+    def __init__(
+        self, settings: PipelineSettings, check: Check | None = None, *, library: bool = False
+    ) -> None:
+        """`check` and `library` are those of `open_session`."""
+        self._open = lambda: open_session(settings, check, library=library)
+        self._exit = ExitStack()
+
+    @classmethod
+    def from_spec(
+        cls,
+        spec: str | Path,
+        *,
+        variant: str | None = None,
+        local_model: str | Path | None = None,
+        threads: int | None = None,
+        split: Sequence[int] | None = None,
+        balance: Balance = Balance.EVEN,
+        cache_dir: str | Path | None = None,
+        max_sequences: int = MAX_SEQUENCES,
+        microbatches: int | None = None,
+        prefill_chunk: int | None = None,
+        kv_memory_bytes: int | None = None,
+        step_timeout_s: float | None = None,
+        profile_out: str | Path | None = None,
+    ) -> Pipeline:
+        """The pipeline of a shipped spec or a JSON file; see `PipelineSettings` for the rest.
+
+        Entering it raises UserError for what does not fit together. Under `mpirun` that, and any
+        exception that leaves the block, ends the program on all ranks.
+        """
+        settings = PipelineSettings(
+            spec=str(spec),
+            variant=variant,
+            local_model=None if local_model is None else Path(local_model),
+            threads=threads,
+            split=None if split is None else tuple(split),
+            balance=balance,
+            cache_dir=None if cache_dir is None else Path(cache_dir),
+            max_sequences=max_sequences,
+            microbatches=microbatches,
+            prefill_chunk=prefill_chunk,
+            kv_memory_bytes=kv_memory_bytes,
+            step_timeout_s=step_timeout_s,
+            profile_out=None if profile_out is None else Path(profile_out),
+        )
+        return cls(settings, library=True)
+
+    def __enter__(self) -> Pipeline:
+        with ExitStack() as stack:
+            session = stack.enter_context(self._open())
+            if session.engine is not None:
+                self.engine: Engine = session.engine
+                self.tokenizer: Tokenizer = session.tokenizer
+                self._exit = stack.pop_all()
+                return self
+            session.serve()
+        raise SystemExit(0)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return self._exit.__exit__(kind, error, traceback)
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        *,
+        raw: bool = False,
+        top_logits: int = 0,
+        **sampling: Any,
+    ) -> list[Result]:
+        """The answers to all prompts, in their order; `sampling` are fields of `SamplingOptions`.
+
+        raw: texts are prompts as they are, without the model's chat template.
+        Raises UserError for a prompt or an option that cannot be.
+        """
+        options = SamplingOptions(**sampling)
+        requests = [self.request(prompt, options, raw, top_logits) for prompt in prompts]
+        results = dict(self.answers(requests))
+        return [results[number] for number in range(len(requests))]
+
+    def stream(
+        self, prompt: Prompt, *, raw: bool = False, top_logits: int = 0, **sampling: Any
+    ) -> Iterator[Token]:
+        """The tokens of one answer, each as soon as it is sampled; arguments as for `generate`."""
+        request = self.request(prompt, SamplingOptions(**sampling), raw, top_logits)
+        return generate(self.engine, self.tokenizer, request)
+
+    def answers(
+        self,
+        requests: Iterable[Request],
+        on_token: Callable[[int, Token], None] = lambda number, token: None,
+    ) -> Iterator[tuple[int, Result]]:
+        """(number of the request, its result) as each is finished; see `answer_all`."""
+        return answer_all(self.engine, self.tokenizer, requests, on_token)
+
+    def request(
+        self, prompt: Prompt, sampling: SamplingOptions, raw: bool = False, top_logits: int = 0
+    ) -> Request:
+        """A prompt as what the engine takes; UserError if it is empty or too long."""
+        if isinstance(prompt, str):
+            ids = encode_text(prompt, self.tokenizer, raw=raw)
+        elif prompt and not isinstance(prompt[0], int):
+            ids = encode_messages(prompt, self.tokenizer)  # type: ignore[arg-type]
+        else:
+            ids = list(prompt)  # type: ignore[arg-type]
+        check_prompt_length(len(ids), self.engine.context_length)
+        return Request(ids, sampling, top_logits)

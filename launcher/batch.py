@@ -1,0 +1,122 @@
+"""The `batch` command: many prompts from a file, their results to another as they are finished."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from io import TextIOWrapper
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import typer
+
+from buddy_pipeline.launcher.api import Pipeline
+from buddy_pipeline.launcher.batch_lines import Id, Line, finished_ids, read_lines
+from buddy_pipeline.launcher.generate import Request
+from buddy_pipeline.launcher.output import Result, result_fields
+from buddy_pipeline.launcher.paths import check_writable
+from buddy_pipeline.launcher.settings import BatchSettings
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.error_lines import print_error
+
+if TYPE_CHECKING:
+    from buddy_pipeline.launcher.tokenizer import Tokenizer
+
+
+def batch_command(settings: BatchSettings) -> int:
+    """Runs on every rank and returns its exit code: 1 if a line of the input was bad, else 0."""
+
+    def check(tokenizer: Tokenizer, context: int) -> None:
+        with _open_input(settings.input):
+            check_writable("--output", settings.output)
+            finished_ids(settings.output)
+
+    with Pipeline(settings, check) as pipeline, _open_input(settings.input) as texts:
+        started = time.perf_counter()
+        done = finished_ids(settings.output)
+        total = sum(1 for text in texts if text.strip())
+        texts.seek(0)
+        lines = read_lines(texts, pipeline.tokenizer, pipeline.engine.context_length, done)
+        with (
+            _open_output(settings.output) as output,
+            typer.progressbar(length=total, label="batch", file=sys.stderr) as bar,
+        ):
+            bar.update(len(done))
+            batch = _Batch(lines, bar)
+            for number, result in pipeline.answers(batch.requests()):
+                write_result(output, batch.ids.pop(number), result)
+                batch.count(result)
+        seconds = time.perf_counter() - started
+    if settings.stats:
+        print(batch.summary(seconds, len(done)), file=sys.stderr)
+    return 1 if batch.bad else 0
+
+
+def write_result(output: TextIO, id: Id, result: Result) -> None:
+    """Writes one line in one piece, so that an interruption leaves whole lines behind."""
+    output.write(json.dumps({"id": id, **result_fields(result)}, ensure_ascii=False) + "\n")
+    output.flush()
+
+
+@dataclass
+class _Batch:
+    """The lines on their way to the engine, and what has come of them."""
+
+    lines: Iterator[Line | UserError]
+    bar: Any
+    ids: dict[int, Id] = field(default_factory=dict)
+    """By number of the request."""
+    bad: int = 0
+    results: int = 0
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    generated_tokens: int = 0
+
+    def requests(self) -> Iterator[Request]:
+        """What the good lines ask for; each bad one is reported and passed over."""
+        number = 0
+        for line in self.lines:
+            if isinstance(line, UserError):
+                self.bad += 1
+                sys.stderr.write("\n")  # the progress bar has no line of its own
+                print_error(str(line))
+                self.bar.update(1)
+            else:
+                self.ids[number] = line.id
+                number += 1
+                yield line.request
+
+    def count(self, result: Result) -> None:
+        self.results += 1
+        self.prompt_tokens += result.stats.prompt_tokens
+        self.reused_tokens += result.stats.reused_prompt_tokens
+        self.generated_tokens += result.stats.generation_tokens
+        self.bar.update(1)
+
+    def summary(self, seconds: float, done_before: int) -> str:
+        """All of it for people, in one line."""
+        tokens = self.prompt_tokens + self.generated_tokens
+        before = f", {done_before} done before" if done_before else ""
+        bad = f", {self.bad} bad lines skipped" if self.bad else ""
+        return (
+            f"{self.results} results{before}{bad} | prompts {self.prompt_tokens} tokens, "
+            f"{self.reused_tokens} of them reused | generation {self.generated_tokens} tokens | "
+            f"{tokens / seconds:.1f} tokens/s in {seconds:.1f} s"
+        )
+
+
+def _open_input(path: Path) -> TextIOWrapper:
+    try:
+        return open(path, encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        raise UserError(f"--input {path} cannot be read: {error.strerror}") from None
+
+
+def _open_output(path: Path) -> TextIO:
+    try:
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--output {path} cannot be written: {error.strerror}") from None

@@ -1,0 +1,194 @@
+"""Drafts: one template for like layers, words of the args table, and temporaries that are reused
+only when nobody needs them."""
+
+import pytest
+
+from buddy_pipeline.compile.drafting import Drafted
+from buddy_pipeline.compile.target import Target, named_target
+from buddy_pipeline.compile.templates import (
+    Attention,
+    Draft,
+    Embedding,
+    Gather,
+    IslandCall,
+    Item,
+    Linear,
+    Row,
+)
+from buddy_pipeline.partition.fragments import cut, resolve
+from buddy_pipeline.partition.graph import NodeKind, Partition
+from tests.checkpoints import FAMILIES
+from tests.compile.models import Model, model
+
+TARGETS = [named_target(n) for n in ("x86-64-v4", "x86-64-v3", "aarch64")]
+on_each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def layer_names(family: str) -> list[str]:
+    drafts = model(family).drafts(TARGETS[0])
+    return [drafts[f"layer{i}"].draft.name() for i in range(3)]
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f != "gemma2"])
+def test_layers_of_one_structure_share_a_template(family: str) -> None:
+    assert len(set(layer_names(family))) == 1
+
+
+def test_gemma2_has_two_kinds_of_layers_in_turn() -> None:
+    first, second, third = layer_names("gemma2")
+    assert first == third != second
+
+
+def test_sizes_window_and_variant_make_other_templates() -> None:
+    base = model("mistral").drafts(TARGETS[0])["layer0"].draft.name()
+    wider = Model("mistral", sliding_window=14).drafts(TARGETS[0])["layer0"].draft.name()
+    larger = Model("mistral", intermediate_size=95).drafts(TARGETS[0])["layer0"].draft.name()
+    half = model("mistral").drafts(TARGETS[0], "bf16")["layer0"].draft.name()
+    assert len({base, wider, larger, half}) == 4
+
+
+@on_each_family
+def test_fragments_are_few(family: str) -> None:
+    """Norm, one pass for q, k and v, rotation, attention, output, norm, one pass for gate and up,
+    their product, down, residual."""
+    items = model(family).drafts(TARGETS[0])["layer1"].draft.items
+    kinds = [type(item) for item in items]
+    around = [IslandCall, Linear, IslandCall, Attention, Linear]
+    assert kinds == [*around, *around[:3], Linear, IslandCall]
+
+
+def reads(item: Item) -> list[Row]:
+    if isinstance(item, Gather):
+        return [item.source]
+    if isinstance(item, Linear):
+        return [item.x]
+    if isinstance(item, Attention):
+        return [item.q, item.k, item.v]
+    if isinstance(item, Embedding):
+        return [item.ids]
+    return [row for row in item.inputs if isinstance(row, Row)]
+
+
+def writes(item: Item) -> list[Row]:
+    if isinstance(item, Gather):
+        return [item.to]
+    if isinstance(item, IslandCall):
+        return list(item.outputs)
+    return [item.out]
+
+
+def fragments(of: Model, partition: Partition, drafted: Drafted) -> list[tuple[str, ...]]:
+    """The values that each item but gathers makes: linears of results that leave stand alone."""
+    found = []
+    for fragment in cut(partition, of.table):
+        leaving = [n for n in fragment.nodes if n in drafted.outputs]
+        if fragment.is_kernel and len(fragment.nodes) > 1 and leaving:
+            found += [(name,) for name in leaving]
+            rest = tuple(n for n in fragment.nodes if n not in leaving)
+            found += [rest] if rest else []
+        else:
+            found.append(fragment.nodes)
+    return found
+
+
+def values_read(of: Model, drafted: Drafted, item: Item, nodes: tuple[str, ...]) -> list[str]:
+    """The values that an item must find where it reads, in the order of `reads`."""
+    if isinstance(item, IslandCall):
+        inputs = zip(drafted.islands[item.source].inputs, item.inputs, strict=True)
+        return [name for name, place in inputs if isinstance(place, Row)]
+    activations = [
+        resolve(name, of.table)
+        for name in of.table[nodes[0]].inputs
+        if of.table[name].kind is not NodeKind.PARAMETER
+    ]
+    return activations[:3] if isinstance(item, Attention) else activations[:1]
+
+
+def values_written(
+    of: Model, drafted: Drafted, item: Item, nodes: tuple[str, ...], panel: int
+) -> dict[tuple[int, int], str]:
+    """Where an item leaves which value: (word, column) to name."""
+    if isinstance(item, IslandCall):
+        names = drafted.islands[item.source].outputs
+        return {(r.word, r.column): n for r, n in zip(item.outputs, names, strict=True)}
+    places, column = {}, 0
+    for name in nodes:
+        places[item.out.word, item.out.column + column] = name
+        outputs = of.exported.fx[name].meta["val"].numel()
+        column += -(-outputs // panel) * panel
+    return places
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.cpu)
+@on_each_family
+def test_whoever_reads_a_value_finds_it_where_it_looks(family: str, target: Target) -> None:
+    """Runs every draft on places instead of numbers: no temporary is reused too early."""
+    of = model(family)
+    drafts = of.drafts(target)
+    for partition in of.partitions:
+        drafted = drafts[partition.name]
+        holds = {(word, 0): name for word, name in enumerate(drafted.inputs)}
+        makes = iter(fragments(of, partition, drafted))
+        for item in drafted.draft.items:
+            if isinstance(item, Gather):
+                holds[item.to.word, 0] = holds[item.source.word, 0]
+                continue
+            nodes = next(makes)
+            expected = values_read(of, drafted, item, nodes)
+            assert [holds.get((r.word, r.column)) for r in reads(item)] == expected
+            assert not {r.word for r in reads(item)} & {r.word for r in writes(item)}
+            overwritten = {row.word for row in writes(item)}
+            holds = {place: n for place, n in holds.items() if place[0] not in overwritten}
+            holds |= values_written(of, drafted, item, nodes, target.panel)
+        assert next(makes, None) is None
+        for word, name in enumerate(drafted.outputs, len(drafted.inputs)):
+            assert holds[word, 0] == name
+
+
+@on_each_family
+def test_words_of_a_table_do_not_overlap(family: str) -> None:
+    """Inputs, outputs, parameters, constants, scratch, KV offsets, in this order."""
+    for drafted in model(family).drafts(TARGETS[0]).values():
+        draft = drafted.draft
+        first = len(drafted.inputs) + len(drafted.outputs)
+        after_parameters = first + len(draft.parameters)
+        scratch = after_parameters + len(drafted.constants)
+        end = scratch + len(draft.scratch)
+        for item in draft.items:
+            for row in (*reads(item), *writes(item)):
+                assert row.word < first or scratch <= row.word < end
+            if isinstance(item, Linear):
+                assert first <= item.weight < after_parameters
+                assert item.bias is None or first <= item.bias < after_parameters
+            if isinstance(item, Attention):
+                assert end <= item.kv < end + len(draft.kv)
+            if isinstance(item, IslandCall):
+                words = [word for word in item.inputs if isinstance(word, int)]
+                assert all(first <= word < scratch for word in words)
+
+
+@on_each_family
+def test_rows_fit_their_temporaries(family: str) -> None:
+    for drafted in model(family).drafts(TARGETS[0]).values():
+        draft = drafted.draft
+        scratch = len(drafted.inputs) + len(drafted.outputs) + len(draft.parameters)
+        scratch += len(drafted.constants)
+        for item in draft.items:
+            for row in (*reads(item), *writes(item)):
+                if row.word >= scratch:
+                    size = 8 if row.dtype == "i64" else 4
+                    assert row.stride * size == draft.scratch[row.word - scratch]
+                    assert row.column < row.stride
+
+
+def test_only_the_postlude_works_on_the_rows_that_are_asked_for() -> None:
+    drafts = model("llama").drafts(TARGETS[0])
+    assert {name for name, d in drafts.items() if d.draft.counts == "rows"} == {"postlude"}
+    assert isinstance(drafts["postlude"].draft.items[0], Gather)
+
+
+def test_equal_signatures_mean_equal_drafts() -> None:
+    one, two = Draft(), Draft()
+    assert one.signature() == two.signature() and one.name() == two.name()
+    two.scratch.append(64)
+    assert one.name() != two.name()

@@ -1,0 +1,81 @@
+"""Plans: sources by content key, templates that are shared, everything bound."""
+
+import pytest
+
+from buddy_pipeline.compile.planner import Source, make_plan
+from buddy_pipeline.compile.target import host_target, named_target
+from tests.checkpoints import FAMILIES, tiny_config
+from tests.compile.models import plan, planned
+
+on_each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+@on_each_family
+def test_every_object_has_a_source_and_every_source_an_object(family: str) -> None:
+    made, sources = planned(family)
+    assert set(made.objects(made.partitions)) == set(sources)
+
+
+@on_each_family
+def test_partitions_bind_as_many_words_as_their_template_has(family: str) -> None:
+    made = plan(family)
+    for partition in made.partitions:
+        assert partition.template in made.templates
+        for name in (*partition.inputs, *partition.outputs):
+            assert name in made.values
+        assert set(partition.constants) <= set(made.constants)
+
+
+@on_each_family
+def test_layers_are_consecutive_and_one_template_serves_like_ones(family: str) -> None:
+    made = plan(family)
+    layers = [p for p in made.partitions if p.unit.isdigit()]
+    assert [p.unit for p in layers] == ["0", "1", "2"] and made.layers == 3
+    assert len({p.template for p in layers}) == (2 if family == "gemma2" else 1)
+    assert all(len(p.kv) == 1 for p in layers)
+
+
+@on_each_family
+def test_the_result_is_the_logits(family: str) -> None:
+    made = plan(family)
+    assert made.vocab_size == 261 and made.result in made.partitions[-1].outputs
+
+
+@on_each_family
+def test_variants_share_nothing_but_what_has_no_weights(family: str) -> None:
+    plain, half = planned(family)[1], planned(family, "f16")[1]
+    shared = {plain[key].symbol for key in plain.keys() & half.keys()}
+    assert "bp_run_stage" in shared
+    assert not any("linear" in s or "attention" in s or "embedding" in s for s in shared)
+    assert {p.form for q in planned(family, "f16")[0].partitions for p in q.parameters} <= {
+        "f16",
+        "f32",
+    }
+
+
+def test_a_plan_is_the_same_every_time() -> None:
+    made, sources = planned("llama")
+    again = make_plan("key", tiny_config("llama"), "f32", host_target(), {"compiler": "1"})
+    assert (made.to_json(), list(sources)) == (again[0].to_json(), list(again[1]))
+
+
+def test_models_that_differ_in_depth_alone_share_all_objects() -> None:
+    config = tiny_config("llama", num_hidden_layers=7)
+    deeper, sources = make_plan("other", config, "f32", host_target(), {"compiler": "1"})
+    assert set(sources) == set(planned("llama")[1])
+    assert deeper.layers == 7
+
+
+def test_what_decides_a_source_is_part_of_its_key() -> None:
+    target, versions = named_target("x86-64-v3"), {"llvmlite": "1"}
+    base = Source("name", "symbol", "module", (("island", "text"),))
+    key = base.key(target, versions)
+    others = [
+        Source("name", "symbol", "module2", base.islands).key(target, versions),
+        Source("name", "symbol2", "module", base.islands).key(target, versions),
+        Source("name", "symbol", "module", (("island", "text2"),)).key(target, versions),
+        base.key(named_target("x86-64-v4"), versions),
+        base.key(target, {"llvmlite": "2"}),
+    ]
+    assert len({key, *others}) == 6
+    assert Source("name", "symbol", "module", base.islands).key(target, versions) == key
