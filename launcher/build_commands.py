@@ -18,7 +18,7 @@ from buddy_pipeline.partition.layers import parse_split
 
 
 def add_build_commands(app: typer.Typer) -> None:
-    """Adds gen-config, import, compile, build and inspect."""
+    """Adds gen-config, import, compile, build, pack and inspect."""
     app.command("gen-config", help="Writes down everything that a spec leaves to be found out.")(
         gen_config
     )
@@ -29,6 +29,7 @@ def add_build_commands(app: typer.Typer) -> None:
         compile_model
     )
     app.command("build", help="All stages in one: configuration, import, check, compile.")(build)
+    app.command("pack", help="Writes one file a rank that runs without compiler and model.")(pack)
     app.command("inspect", help="Shows a build directory, manifest, object or weight file.")(
         inspect
     )
@@ -183,6 +184,19 @@ def build(
 
     stage = StageSettings(build_dir, cache_dir, jobs)
     return build_command(settings, stage, imports, time_report)
+
+
+def pack(
+    *,
+    build_dir: Annotated[Path, options._path("Build", "The compiled build directory.")],
+    output: build_options.OutputFolder,
+    rank: build_options.OptionalRank = None,
+    weights: build_options.PackedWeights = True,
+) -> int:
+    """Packs one rank of a build directory, or all."""
+    from buddy_pipeline.launcher.packing import pack_command
+
+    return pack_command(build_dir, output, rank, weights)
 
 
 def inspect(

@@ -78,3 +78,13 @@ TargetFeatures = Annotated[
     str | None, _option(_PIPELINE, "LLVM's features, such as +v,+avx512bf16.", metavar="F,F,...")
 ]
 AsJson = Annotated[bool, _option(_OUTPUT, "JSON in place of a table.", "--json")]
+BuiltDir = Annotated[
+    Path | None, _path(_MODEL, "A compiled build directory to run, in place of --spec.")
+]
+BundlePath = Annotated[
+    Path | None, _path(_MODEL, "A bundle, or a folder with one a rank, in place of --spec.")
+]
+PackedWeights = Annotated[
+    bool, _option(_BUILD, "Put the packed weights inside.", "--weights/--no-weights")
+]
+OutputFolder = Annotated[Path, _path(_OUTPUT, "Folder for the bundles.", "-o", "--output")]

@@ -17,7 +17,9 @@ from buddy_pipeline.partition.layers import block_role, layer_ranges
 
 
 def plan_model(model: Model, target: Target, cache: Cache, show: bool) -> tuple[Plan, float]:
-    """The model's plan, and the seconds it took to make (0 if the cache had it)."""
+    """The model's plan, and the seconds it took to make (0 if it was there)."""
+    if model.prebuilt is not None:
+        return model.prebuilt.plan, 0.0
     plan, times = ensure_plan(
         model.checkpoint.config, model.variant, target, cache, model.granularity
     )

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import typer
 
-from buddy_pipeline.launcher import options
+from buddy_pipeline.launcher import build_options, options
 from buddy_pipeline.launcher.build_commands import add_build_commands
 from buddy_pipeline.launcher.console import print_common_error
 from buddy_pipeline.launcher.default_command import DefaultCommandGroup
@@ -40,7 +40,9 @@ app = typer.Typer(
 @app.command("run", help="Answers a prompt. This is the default command.")
 def run(
     *,
-    spec: options.Spec,
+    spec: build_options.OptionalSpec = None,
+    build_dir: build_options.BuiltDir = None,
+    bundle: build_options.BundlePath = None,
     variant: options.Variant = None,
     local_model: options.LocalModel = None,
     prompt: options.Prompt = None,
@@ -92,8 +94,12 @@ def run(
     if top_logits and json_file is None:
         raise UserError(f"--top-logits {top_logits} has nowhere to go: add --json FILE")
     _check_balance(split, balance)
+    if sum(source is not None for source in (spec, build_dir, bundle)) != 1:
+        raise UserError("run needs --spec, --build-dir or --bundle: give one of them")
     settings = RunSettings(
-        spec=spec,
+        spec=spec or "",
+        build_dir=build_dir,
+        bundle=bundle,
         variant=variant,
         local_model=local_model,
         threads=threads,

@@ -14,6 +14,7 @@ from buddy_pipeline.launcher.variants import compiled_variant
 from buddy_pipeline.partition.errors import UserError
 
 if TYPE_CHECKING:
+    from buddy_pipeline.launcher.prebuilt import Prebuilt
     from buddy_pipeline.ranks.checkpoint import Checkpoint
 
 #: Names that configurations give to the number of positions a model was trained on.
@@ -41,6 +42,10 @@ class Model:
     layers: int
     granularity: Granularity = COARSE_TEMPLATES
     """How the graph is cut, and what like parts share."""
+    prebuilt: Prebuilt | None = None
+    """Where code and weights come from instead of being made."""
+    split: tuple[int, ...] | None = None
+    """Layers of each rank, where what was built is for one split only."""
 
 
 @dataclass(frozen=True)

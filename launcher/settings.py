@@ -59,6 +59,10 @@ class PipelineSettings(ModelSettings):
     balance: Balance = Balance.EVEN
     cache_dir: Path | None = None
     """Where compiled objects are kept; None is a folder in the user's cache."""
+    build_dir: Path | None = None
+    """A build directory to run, in place of a spec."""
+    bundle: Path | None = None
+    """A rank's bundle, or a folder of them, to run, in place of a spec."""
     max_sequences: int = 1
     """Sequences that run at once; others wait."""
     microbatches: int | None = None
