@@ -12,13 +12,14 @@ from buddy_pipeline.launcher.settings import (
     CompileSettings,
     ImportSettings,
     StageSettings,
+    VerifySettings,
 )
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import parse_split
 
 
 def add_build_commands(app: typer.Typer) -> None:
-    """Adds gen-config, import, compile, build, pack and inspect."""
+    """Adds gen-config, import, compile, build, verify, pack and inspect."""
     app.command("gen-config", help="Writes down everything that a spec leaves to be found out.")(
         gen_config
     )
@@ -29,6 +30,9 @@ def add_build_commands(app: typer.Typer) -> None:
         compile_model
     )
     app.command("build", help="All stages in one: configuration, import, check, compile.")(build)
+    app.command("verify", help="Checks that a split covers the model's whole graph, in order.")(
+        verify
+    )
     app.command("pack", help="Writes one file a rank that runs without compiler and model.")(pack)
     app.command("inspect", help="Shows a build directory, manifest, object or weight file.")(
         inspect
@@ -184,6 +188,42 @@ def build(
 
     stage = StageSettings(build_dir, cache_dir, jobs)
     return build_command(settings, stage, imports, time_report)
+
+
+def verify(
+    *,
+    spec: options.Spec,
+    world: options.World = 1,
+    variant: options.Variant = None,
+    local_model: options.LocalModel = None,
+    split: options.Split = None,
+    strategy: build_options.Strategy = "coarse",
+    numeric: build_options.Numeric = False,
+    prompt: build_options.NumericPrompts = None,
+    report: options.Report = None,
+    cache_dir: options.CacheDir = None,
+) -> int:
+    """Compares the partitions of all ranks with the exported graph, and logits if asked to."""
+    if prompt and not numeric:
+        raise UserError("--prompt is for the numeric check: add --numeric")
+    settings = VerifySettings(
+        spec=spec,
+        variant=variant,
+        local_model=local_model,
+        world=world,
+        split=None if split is None else parse_split(split),
+        strategy=strategy,
+        numeric=tuple(prompt or (_PROMPT,)) if numeric else (),
+        report=report,
+        cache_dir=cache_dir,
+    )
+    from buddy_pipeline.launcher.verifying import verify_command
+
+    return verify_command(settings)
+
+
+#: What the numeric check runs where no prompt is given.
+_PROMPT = "The layers of a pipeline are dealt out to ranks, and each computes its own."
 
 
 def pack(

@@ -88,3 +88,11 @@ PackedWeights = Annotated[
     bool, _option(_BUILD, "Put the packed weights inside.", "--weights/--no-weights")
 ]
 OutputFolder = Annotated[Path, _path(_OUTPUT, "Folder for the bundles.", "-o", "--output")]
+Numeric = Annotated[
+    bool,
+    _option(_BUILD, "Compare logits with the whole graph's and with transformers'.", "--numeric"),
+]
+NumericPrompts = Annotated[
+    list[str] | None,
+    _option(_BUILD, "Prompt of the numeric check; may be given again.", "--prompt", metavar="TEXT"),
+]

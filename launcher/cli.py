@@ -21,7 +21,6 @@ from buddy_pipeline.launcher.settings import (
     PlanBalance,
     PlanSettings,
     RunSettings,
-    VerifySettings,
 )
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.error_lines import USER_ERROR, describe
@@ -164,30 +163,6 @@ def batch(
     from buddy_pipeline.launcher.batch import batch_command
 
     return batch_command(settings)
-
-
-@app.command("verify", help="Checks that a split covers the model's whole graph, in order.")
-def verify(
-    *,
-    spec: options.Spec,
-    world: options.World,
-    variant: options.Variant = None,
-    local_model: options.LocalModel = None,
-    split: options.Split = None,
-    report: options.Report = None,
-) -> int:
-    """Compares the partitions of all ranks with the exported graph."""
-    settings = VerifySettings(
-        spec=spec,
-        variant=variant,
-        local_model=local_model,
-        world=world,
-        split=_split(split),
-        report=report,
-    )
-    from buddy_pipeline.launcher.verifying import verify_command
-
-    return verify_command(settings)
 
 
 @app.command("plan", help="Predicts memory and speed of a split for these hosts, at once.")

@@ -154,12 +154,17 @@ class ImportSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class VerifySettings(ModelSettings):
-    """`buddy-pipeline verify`: the structural check of a split."""
+    """`buddy-pipeline verify`: the structural check of a split, and a numeric one."""
 
     world: int
     split: tuple[int, ...] | None
+    strategy: str
+    """How layers are cut."""
+    numeric: tuple[str, ...]
+    """Prompts to compare logits on; none leaves that out."""
     report: Path | None
     """Where the JSON report goes; None is standard output."""
+    cache_dir: Path | None
 
 
 @dataclass(frozen=True, kw_only=True)
