@@ -14,7 +14,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
-import tempfile
+import secrets
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -133,13 +133,14 @@ def _try_lock(file: TextIO) -> bool:
 def write_atomically(path: Path, data: bytes) -> None:
     """Writes a file so that readers see all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    # Not tempfile's: its files are private, but others may share a cache.
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with open(unfinished, "xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
+        os.replace(unfinished, path)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
         raise

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from buddy_pipeline.compile.granularity import Granularity
+from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
 from buddy_pipeline.compile.target import Target
 
 #: Packages whose version changes what is exported or generated.
@@ -48,7 +48,10 @@ def still_current(made_with: Mapping[str, str]) -> bool:
 
 
 def plan_key(
-    config: Mapping[str, Any], variant: str, target: Target, granularity: Granularity
+    config: Mapping[str, Any],
+    variant: str,
+    target: Target,
+    granularity: Granularity = COARSE_TEMPLATES,
 ) -> str:
     """The key of a model's plan: its config, the variant, the CPU, the cut and our own source."""
     relevant = {k: v for k, v in config.items() if k not in _IRRELEVANT}

@@ -86,7 +86,7 @@ class Pipeline:
     def __enter__(self) -> Pipeline:
         with ExitStack() as stack:
             session = stack.enter_context(self._open())
-            if session.engine is not None:
+            if session.engine is not None and session.tokenizer is not None:
                 self.engine: Engine = session.engine
                 self.tokenizer: Tokenizer = session.tokenizer
                 self._exit = stack.pop_all()

@@ -38,16 +38,18 @@ def byte_size(text: str) -> int:
     return int(size)
 
 
-def whole_number(least: int | None = None) -> Callable[[str], int]:
-    """Makes a `parser=` for whole numbers, of `least` or more if that is given."""
+def whole_number(least: int | None = None, most: int | None = None) -> Callable[[str], int]:
+    """Makes a `parser=` for whole numbers, from `least` up to `most` as far as these are given."""
     wanted = "a whole number" if least is None else f"a whole number of {least} or more"
+    if most is not None:
+        wanted += f" and at most {most:,}"
 
     def parse(text: str) -> int:
         try:
             value = int(text)
         except ValueError:
             raise typer.BadParameter(f"{text!r} is not {wanted}") from None
-        if least is not None and value < least:
+        if (least is not None and value < least) or (most is not None and value > most):
             raise typer.BadParameter(f"{text!r} is not {wanted}")
         return value
 

@@ -12,13 +12,28 @@ from buddy_pipeline.launcher.paths import path
 _MODEL, _PROMPT, _SAMPLING = "Model", "Prompt", "Sampling"
 _PIPELINE, _OUTPUT = "Pipeline", "Output"
 
+#: Ranks that a command without ranks may be asked about: more than any model has layers.
+_MOST_RANKS = 65_536
+
 
 def _option(panel: str, text: str, *names: str, **how: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, **how)
 
 
-def _whole(panel: str, text: str, *names: str, metavar: str = "N", least: int | None = None) -> Any:
-    return _option(panel, text, *names, metavar=metavar, parser=whole_number(least))
+def _whole(
+    panel: str,
+    text: str,
+    *names: str,
+    metavar: str = "N",
+    least: int | None = None,
+    most: int | None = None,
+) -> Any:
+    return _option(panel, text, *names, metavar=metavar, parser=whole_number(least, most))
+
+
+def _flag(panel: str, text: str, *names: str) -> Any:
+    # Without this the help would show a value that flags do not take.
+    return _option(panel, text, *names, metavar="")
 
 
 def _path(panel: str, text: str, *names: str) -> Any:
@@ -46,7 +61,7 @@ PromptFile = Annotated[Path | None, _path(_PROMPT, "Text file with the prompt.")
 Messages = Annotated[
     Path | None, _path(_PROMPT, 'JSON file: a list of {"role": ..., "content": ...}.')
 ]
-Raw = Annotated[bool, _option(_PROMPT, "Give the prompt as it is, without chat template.", "--raw")]
+Raw = Annotated[bool, _flag(_PROMPT, "Give the prompt as it is, without chat template.", "--raw")]
 
 MaxTokens = Annotated[int, _whole(_SAMPLING, "Most tokens to generate.")]
 Temperature = Annotated[float, _number(_SAMPLING, "0 always takes the best token.", "T")]
@@ -64,7 +79,7 @@ Stop = Annotated[
 ]
 IgnoreEos = Annotated[
     bool,
-    _option(
+    _flag(
         _SAMPLING,
         "Go on after the end of the answer; control tokens are then printed.",
         "--ignore-eos",
@@ -144,7 +159,7 @@ StepTimeout = Annotated[
     ),
 ]
 Rank = Annotated[int, _whole(_PIPELINE, "The rank to compile for.", least=0)]
-World = Annotated[int, _whole(_PIPELINE, "How many ranks there are.", least=1)]
+World = Annotated[int, _whole(_PIPELINE, "How many ranks there are.", least=1, most=_MOST_RANKS)]
 Jobs = Annotated[
     int | None,
     _whole(_PIPELINE, "Compilers at a time; default one a core.", "-j", "--jobs", least=1),
@@ -167,7 +182,7 @@ ProfileOut = Annotated[
         "Profile the run: tables on standard error, a trace and a timeline in this folder.",
     ),
 ]
-Stats = Annotated[bool, _option(_OUTPUT, "Statistics on standard error.", "--stats/--no-stats")]
+Stats = Annotated[bool, _flag(_OUTPUT, "Statistics on standard error.", "--stats/--no-stats")]
 BatchInput = Annotated[
     Path,
     _path(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from buddy_pipeline.compile.cache import write_atomically
 from buddy_pipeline.launcher.generate import FinishReason
 from buddy_pipeline.partition.errors import UserError
 
@@ -103,23 +102,8 @@ def result_fields(result: Result) -> dict[str, Any]:
 
 def write_json(path: Path, result: Result) -> None:
     """Writes the result atomically: readers see the old file or the whole new one."""
-    content = result_fields(result)
+    text = json.dumps(result_fields(result), ensure_ascii=False, indent=1) + "\n"
     try:
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        write_atomically(path, text.encode())
     except OSError as error:
         raise UserError(f"--json {path} cannot be written: {error.strerror}") from None
-    try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, ensure_ascii=False, indent=1)
-            file.write("\n")
-        os.chmod(name, 0o666 & ~_umask())  # mkstemp makes it private
-        os.replace(name, path)
-    except OSError as error:
-        os.unlink(name)
-        raise UserError(f"--json {path} cannot be written: {error.strerror}") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

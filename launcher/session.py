@@ -56,7 +56,8 @@ class Session:
 
     rank: int
     engine: Engine | None
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """On rank 0, where there is text."""
     _stage: Stage | WatchedStage
     _ring: Transport | Loopback
     _profiler: Profiler | None
@@ -131,7 +132,7 @@ class _Opened:
     """What a rank knows before anything is compiled."""
 
     model: Model
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     ranges: list[range]
     """Layers by rank."""
     cache: Cache
@@ -148,8 +149,8 @@ def _open(world: World, settings: PipelineSettings, check: Check | None) -> _Ope
     most = settings.max_sequences
     split = settings.split if model.split is None else model.split
     ranges = first_ranges(model, world.world, split, settings.balance, most)
-    tokenizer = open_tokenizer(model.checkpoint.tokenizer)
-    if world.rank == 0 and check is not None:
+    tokenizer = open_tokenizer(model.checkpoint.tokenizer) if world.rank == 0 else None
+    if tokenizer is not None and check is not None:
         check(tokenizer, model.context)
     if world.rank == 0 and settings.profile_out is not None:
         check_folder(settings.profile_out)

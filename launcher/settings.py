@@ -72,7 +72,7 @@ class PipelineSettings(ModelSettings):
     kv_memory_bytes: int | None = None
     """What the KV cache may take on each rank; None is most of what is free."""
     step_timeout_s: float | None = None
-    """How long a step may take on its way through the ranks; None for ever."""
+    """How long a rank may take for a step; None for ever."""
     profile_out: Path | None = None
     """Folder for the profile's trace and picture; None writes neither."""
 

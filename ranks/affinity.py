@@ -76,7 +76,7 @@ def prepare_threads(
         os.sched_setaffinity(0, world.cores.cores)
     # Milliseconds that a worker spins after a step. On shared cores it would spin on the time of
     # the rank that works; on its own it bridges the gap between two steps of one rank.
-    environ.setdefault("KMP_BLOCKTIME", "1" if exclusive else "0")
+    environ.setdefault("KMP_BLOCKTIME", "50" if exclusive else "0")
     if not any(choice in environ for choice in _BINDING_CHOICES):
         # Next to each other, one thread a physical core before the second hardware thread of any.
         bind = exclusive and threads > 1

@@ -58,6 +58,8 @@ class KvCache:
 
     def check(self, positions: np.ndarray, slots: np.ndarray) -> None:
         """Raises ProtocolError if a token of a step lies outside the memory of its slot."""
+        if not self._layers:
+            return
         outside = positions >= self.capacities[slots]
         if outside.any():
             token = int(outside.argmax())

@@ -76,9 +76,11 @@ class Slots:
         source, shared = self._longest_shared(sequence.ids)
         if source in self._running:
             settled = min(shared, self._running[source].settled)
+            if settled < _WORTH_SHARING:
+                settled = 0
             if shared - settled >= _WORTH_SHARING:
                 return False
-            source, shared = (source, settled) if settled >= _WORTH_SHARING else (None, 0)
+            source, shared = (source, settled) if settled else (None, 0)
         capacity = self._tier(min(len(sequence.ids) + 1, self._tiers[-1]))
         is_whole = source in self._retained and shared == len(self._retained[source])
         if not is_whole and self._make_room(capacity, needs_slot=True, keep=source):

@@ -40,6 +40,8 @@ _TIED_BY_DEFAULT = frozenset(
 )
 
 _HEAD = "lm_head.weight"
+# What GPT-NeoX calls its head in files; transformers renames it when it loads them.
+_GPT_NEOX_HEAD = "embed_out.weight"
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,8 @@ class Checkpoint:
 
 def _spellings(name: str) -> list[str]:
     """`name`, then `name` without its base model's prefix or with each possible one."""
+    if name == _HEAD:
+        return [name, _GPT_NEOX_HEAD]
     for prefix in _BASE_MODEL_PREFIXES:
         if name.startswith(prefix):
             return [name, name.removeprefix(prefix)]

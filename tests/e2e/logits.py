@@ -16,24 +16,36 @@ from buddy_pipeline.launcher import cli, running
 from buddy_pipeline.launcher.session import open_session
 from buddy_pipeline.launcher.settings import RunSettings
 from buddy_pipeline.ranks.engine import Engine
+from buddy_pipeline.ranks.sampling import Sampler
+from buddy_pipeline.ranks.sequence import Sequence
 
 NEW_TOKENS = 16
 
 
 def compute(engine: Engine, prompt: np.ndarray) -> dict[str, np.ndarray]:
-    each = [engine.decode(0, int(token), at).copy() for at, token in enumerate(prompt)]
-    last = logits = engine.prefill(0, prompt).copy()
-    tokens, steps = [], []
-    for position in range(len(prompt), len(prompt) + NEW_TOKENS):
-        tokens.append(int(np.argmax(logits)))
-        logits = engine.decode(0, tokens[-1], position).copy()
-        steps.append(logits)
+    ids = prompt.tolist()
+    # The whole prompt first: it could share what the other has computed, but not the other way.
+    tokens, steps = run(engine, ids, NEW_TOKENS + 1, lambda logits, _: int(np.argmax(logits)))
+    _, each = run(engine, ids[:1], len(ids), lambda _, history: ids[len(history) % len(ids)])
     return {
         "prompt": np.stack(each),
-        "last": last,
-        "tokens": np.array(tokens),
-        "steps": np.stack(steps),
+        "last": steps[0],
+        "tokens": np.array(tokens[:NEW_TOKENS]),
+        "steps": np.stack(steps[1:]),
     }
+
+
+def run(
+    engine: Engine, ids: list[int], steps: int, choose: Sampler
+) -> tuple[list[int], list[np.ndarray]]:
+    """The next tokens after `ids`, and the logits that each was chosen from."""
+    sequence, logits = Sequence(list(ids), choose), []
+    engine.submit(sequence)
+    for _ in range(steps):
+        (sampled,) = engine.advance()
+        logits.append(sampled.logits.copy())
+    engine.finish(sequence)
+    return sequence.ids[len(ids) :], logits
 
 
 def main(checkpoint: str, cache: str, prompt: str, out: str) -> int:

@@ -120,21 +120,27 @@ def spoil(path: Path, how: str) -> None:
     path.write_bytes(spoilt[how])
 
 
-@pytest.mark.parametrize("how", ["truncated", "altered", "empty", "foreign"])
-def test_a_damaged_cache_is_rebuilt(how: str, model: Path, cache: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "how"),
+    [
+        *(("objects", how) for how in ("truncated", "altered", "empty", "foreign")),
+        ("plans", "altered"),
+    ],
+)
+def test_a_damaged_cache_is_rebuilt(
+    folder: str, how: str, model: Path, cache: Path, tmp_path: Path
+) -> None:
     good = answer(tmp_path / "out.json", *ask(model), cache=cache)
     own = tmp_path / "cache"
     shutil.copytree(cache, own)
-    for path in own.glob("objects/*"):
-        spoil(path, how)
-    for path in own.glob("plans/*"):
+    for path in (own / folder).iterdir():
         spoil(path, how)
     again = answer(tmp_path / "out.json", *ask(model), cache=own)
     assert again["token_ids"] == good["token_ids"]
     assert again["text"] == good["text"]
 
 
-def test_a_cache_without_its_sources_and_objects_is_filled_again(
+def test_a_cache_without_its_objects_and_their_sources_is_filled_again(
     model: Path, cache: Path, tmp_path: Path
 ) -> None:
     good = answer(tmp_path / "out.json", *ask(model), cache=cache)

@@ -148,6 +148,9 @@ def test_a_rank_without_an_engine_serves_and_prints_nothing(
         (["comiple", "--spec", "s"], "No such command 'comiple'"),
         (["compile", "--spec", "s", "--rank", "-1"], "'--rank': '-1' is not a whole number"),
         (["verify", "--spec", "s"], "Missing option '--world'."),
+        (["verify", "--spec", "s", "--world", "100000000"], "of 1 or more and at most 65,536"),
+        ([*RUN, "--local-model", ""], "'--local-model': it is empty: give a path"),
+        ([*RUN, "--cache-dir", " "], "'--cache-dir': it is empty: give a path"),
         (["plan", "--spec", "s"], "Missing option '--world'."),
         ([*RUN, "--balance", "fair"], "'fair' is not one of 'even', 'memory', 'measured'"),
         ([*RUN, "--balance", "memory", "--split", "1,2"], "both deal the layers out: give one"),
@@ -183,6 +186,17 @@ def test_user_errors_of_a_command_are_one_line(
 
     place(monkeypatch, "verifying", verify_command=fail)
     assert refusal(["verify", "--spec", "x", "--world", "2"], capsys) == "spec 'x' is wrong"
+
+
+def test_other_faults_of_a_command_are_one_line_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(settings: Any) -> int:
+        raise RuntimeError("the compiler\ndied")
+
+    place(monkeypatch, "building", compile_command=fail)
+    assert cli.main(["compile", "--spec", "x"]) == 1
+    assert capsys.readouterr() == ("", "buddy-pipeline: error: RuntimeError: the compiler died\n")
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -89,9 +89,9 @@ def gone(pid: int) -> bool:
     return False
 
 
-def eventually(condition: Callable[[], bool]) -> bool:
-    """Wait up to TIMEOUT_S for a condition."""
-    end = time.monotonic() + TIMEOUT_S
+def eventually(condition: Callable[[], bool], seconds: float = TIMEOUT_S) -> bool:
+    """Wait up to `seconds` for a condition."""
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
             return True

@@ -57,7 +57,7 @@ def test_a_rank_with_cores_of_its_own_is_bound_to_them(bound_to: list[tuple[int,
     environ: dict[str, str] = {}
     prepare_threads(world(CoreShare((2, 3), exclusive=True)), 2, environ)
     assert bound_to == [(2, 3)]
-    assert environ["KMP_BLOCKTIME"] == "1"
+    assert environ["KMP_BLOCKTIME"] == "50"
     assert "compact" in environ["KMP_AFFINITY"]
 
 
