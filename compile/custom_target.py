@@ -69,18 +69,20 @@ def _describe(triple: str, cpu: str, features: str) -> Target:
     code = machine.emit_assembly(llvm.parse_assembly(_PROBE))
     architecture = triple.split("-")[0]
     if architecture == "x86_64":
-        dots = "+avx512bf16" in features.split(",")
+        named = features.split(",")
+        int8 = "vpdpbusd" if {"+avx512vnni", "+avxvnni"} & set(named) else "pmaddubsw"
         if "zmm" in code:
-            return Target(triple, cpu, features, 512, 32, dots)
+            return Target(triple, cpu, features, 512, 32, "+avx512bf16" in named, int8)
         if "ymm" in code and "vfmadd" in code:
-            return Target(triple, cpu, features, 256, 16, False)
+            return Target(triple, cpu, features, 256, 16, False, int8)
         raise ValueError("this CPU has neither AVX-512 nor AVX2 with FMA; there are no kernels")
     if architecture in ("aarch64", "arm64"):
-        return Target(triple, cpu, features, 128, 32, False)
+        int8 = "sdot" if "+dotprod" in features.split(",") else ""
+        return Target(triple, cpu, features, 128, 32, False, int8)
     if architecture == "riscv64":
         if "vfm" not in code:
             raise ValueError("this CPU has no vectors; add +v to --target-features")
-        return Target(triple, cpu, features, 128, 32, False)
+        return Target(triple, cpu, features, 128, 32, False, "")
     raise ValueError("there are kernels for x86_64, aarch64 and riscv64 only")
 
 

@@ -8,6 +8,8 @@ from torch.fx import Node
 
 from buddy_pipeline.compile import fx_nodes
 from buddy_pipeline.compile.export import ExportedModel
+from buddy_pipeline.compile.formats import weight_format
+from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS
 from buddy_pipeline.compile.islands import Island, cut_free, signature
 from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.manifest import ROW_PAD, KvLayer, Parameter, Value, WeightPart
@@ -54,6 +56,11 @@ class Drafter:
         self.table = table
         self.target = target
         self._readers: dict[str, set[str]] = {}
+        self._linears = {
+            model.parameters[weight.name]: name
+            for name, node in model.fx.items()
+            if (weight := fx_nodes.linear_weight(node, model.parameters)) is not None
+        }
         for node in model.nodes:
             if node.kind is NodeKind.VIEW:
                 continue
@@ -76,6 +83,15 @@ class Drafter:
         """Places one partition."""
         return _Placing(self, partition).run()
 
+    def linear_form(self, name: str) -> str:
+        """The weight format of a linear node."""
+        return self.variant.linear(fx_nodes.linear_bias(self.model.fx[name]) is not None)
+
+    def table_form(self, aliases: tuple[str, ...]) -> str:
+        """The weight format of an embedding table: that of a head that shares it, if one does."""
+        head = self._linears.get(aliases)
+        return self.variant.rest if head is None else self.linear_form(head)
+
     def readers(self, name: str) -> set[str]:
         """The nodes that read a value, through views."""
         return self._readers.get(name, set())
@@ -89,7 +105,6 @@ class _Placing:
         self.table = drafter.table
         self.fx = drafter.model.fx
         self.panel = drafter.target.panel
-        self.form = drafter.variant.weights
         self.partition = partition
         inside = set(partition.nodes)
         self.inputs = self._base_names(n for n in partition.inputs)
@@ -113,18 +128,21 @@ class _Placing:
         return tuple(n for n in bases if self.table[n].kind not in loaded)
 
     def _fragments(self) -> Iterator[Fragment]:
-        """The fragments, with linears whose result leaves the partition on their own: they write
-        to the output directly."""
+        """The fragments, with linears apart that cannot be one kernel: those whose result leaves
+        the partition write to the output directly, the others side by side where their weights are
+        of one format."""
         for fragment in cut(self.partition, self.table):
-            leaving = [n for n in fragment.nodes if n in self.outputs]
-            if fragment.is_kernel and len(fragment.nodes) > 1 and leaving:
-                for name in leaving:
-                    yield Fragment(True, (name,))
-                rest = tuple(n for n in fragment.nodes if n not in leaving)
-                if rest:
-                    yield Fragment(True, rest)
-            else:
+            if not fragment.is_kernel or len(fragment.nodes) == 1:
                 yield fragment
+                continue
+            together: dict[str, list[str]] = {}
+            for name in fragment.nodes:
+                if name in self.outputs:
+                    yield Fragment(True, (name,))
+                else:
+                    together.setdefault(self.drafter.linear_form(name), []).append(name)
+            for names in together.values():
+                yield Fragment(True, tuple(names))
 
     # Words of the args table: inputs, outputs, parameters, constants, scratch, KV offsets. Their
     # numbers are known only when all have been collected, so parameters come first.
@@ -163,7 +181,10 @@ class _Placing:
         table: Node = fx_nodes.arguments(node)[0]
         shape = tuple(fx_nodes.value_of(table).shape)
         aliases = self.drafter.model.parameters[table.name]
-        return Parameter("panels", (WeightPart(aliases, (), shape, False),), self.panel, self.form)
+        form = self.drafter.table_form(aliases)
+        part = WeightPart(aliases, (), shape, False)
+        _check_rows(part, form)
+        return Parameter("panels", (part,), self.panel, form)
 
     def _linear_parameters(self, fragment: Fragment) -> tuple[Parameter, Parameter | None]:
         """The packed weights of linears side by side, and their biases if any has one."""
@@ -179,7 +200,10 @@ class _Placing:
             aliases = names[bias.name] if bias is not None else ()
             parts.append(WeightPart(names[weight.name], aliases, shape, transposed))
         weights = tuple(replace(part, bias=()) for part in parts)
-        packed = Parameter("panels", weights, self.panel, self.form)
+        form = self.drafter.linear_form(fragment.nodes[0])
+        for part in weights:
+            _check_rows(part, form)
+        packed = Parameter("panels", weights, self.panel, form)
         if not any(part.bias for part in parts):
             return packed, None
         return packed, Parameter("panel_bias", tuple(parts), self.panel)
@@ -279,7 +303,7 @@ class _Placing:
                 out=self._place(node.name),
                 table=self._parameter_word(parameter),
                 depth=parameter.parts[0].columns,
-                form=self.form,
+                form=parameter.form,
             )
         return self._place_linear(fragment)
 
@@ -310,7 +334,7 @@ class _Placing:
         bias_word = None if bias is None else self._parameter_word(bias)
         depth = weight.parts[0].columns
         word = self._parameter_word(weight)
-        return Linear(x, out, word, bias_word, depth, sum(panels), self.form)
+        return Linear(x, out, word, bias_word, depth, sum(panels), weight.form)
 
     def _place_attention(self, node: Node) -> Attention:
         q, k, v, _, scale, window, softcap = fx_nodes.arguments(node)
@@ -355,3 +379,14 @@ class _Placing:
         # Outputs are placed before inputs are released: an island never writes what it reads.
         outputs = tuple(self._place(name) for name in island.outputs)
         return IslandCall(index, tuple(inputs), outputs)
+
+
+def _check_rows(part: WeightPart, form: str) -> None:
+    """Raises UserError for a matrix whose rows a format cannot hold."""
+    rows = ROW_FORMATS.get(weight_format(form).source)
+    if rows is None:
+        return
+    try:
+        rows.check_depth(part.columns)
+    except ValueError as error:
+        raise UserError(f"tensor '{part.weight[0]}' {error}: use another variant") from None

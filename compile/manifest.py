@@ -23,6 +23,8 @@ ROW_PAD = 32
 KV_BLOCK = 32
 #: Positions of one partial result of attention; a whole number of blocks.
 KV_SPAN = 256
+#: Elements of a cached head that share a scale where the cache is int8.
+KV_SCALE_BLOCK = 32
 #: Attention splits caches into spans while (token, KV head) pairs are fewer than this per thread.
 SPLIT_UNITS = 4
 
@@ -144,8 +146,12 @@ class Constant:
 
 @dataclass(frozen=True)
 class KvLayer:
-    """The KV cache of one attention kernel: elements of one position are
-    `heads · (key + value_stride)`, of type `dtype` ("f32", "bf16" or "f16")."""
+    """The KV cache of one attention kernel, of type `dtype` ("f32", "bf16", "f16" or "int8").
+
+    Keys are `[kv head][block of positions][key elements][KV_BLOCK]`, values `[kv head][position]
+    [value elements]`. In int8 the scales (f32) of a block of keys, `[key / 32][KV_BLOCK]`, lie
+    behind its bytes, and those of a value behind the value, and count as elements too.
+    """
 
     heads: int
     key: int
@@ -155,17 +161,30 @@ class KvLayer:
     @property
     def element_bytes(self) -> int:
         """Bytes of one cached element."""
-        return 4 if self.dtype == "f32" else 2
+        return {"f32": 4, "int8": 1}.get(self.dtype, 2)
 
     @property
     def value_stride(self) -> int:
-        """Elements of one cached value row, padded to whole vectors of any target."""
+        """Numbers of one cached value, padded to whole vectors of any target."""
         return -(-self.value // 16) * 16
+
+    @property
+    def key_elements(self) -> int:
+        """Elements that a key takes, with its scales."""
+        return self.key + self._scale_elements(self.key)
+
+    @property
+    def value_elements(self) -> int:
+        """Elements from one value of a head to the next."""
+        return self.value_stride + self._scale_elements(self.value)
 
     @property
     def position_elements(self) -> int:
         """Elements that one position takes."""
-        return self.heads * (self.key + self.value_stride)
+        return self.heads * (self.key_elements + self.value_elements)
+
+    def _scale_elements(self, numbers: int) -> int:
+        return 4 * -(-numbers // KV_SCALE_BLOCK) if self.dtype == "int8" else 0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from buddy_pipeline.compile.mlir_text import join_modules
 from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.templates import IslandCall, Linear, emit_template, island_symbol
-from buddy_pipeline.compile.variant import VARIANTS
+from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.partition.fragments import resolve
 from buddy_pipeline.partition.graph import GraphNode, NodeKind, Partition
 from buddy_pipeline.partition.ownership import partition_graph
@@ -38,7 +38,7 @@ def make_plan(
     key: str,
     model: ExportedModel,
     config: Mapping[str, Any],
-    variant: str,
+    variant: Variant,
     granularity: Granularity,
     target: Target,
     versions: Mapping[str, str],
@@ -47,7 +47,7 @@ def make_plan(
     table = {node.name: node for node in model.nodes}
     splitter = layer_splitter(granularity.strategy, str(config["model_type"]))
     partitions = partition_graph(model.nodes, splitter)
-    drafter = Drafter(model, table, target, VARIANTS[variant])
+    drafter = Drafter(model, table, target, variant)
     code = _Code(model, table, target, versions, granularity.sharing)
     plans: list[PartitionPlan] = []
     for number, partition in enumerate(partitions):
@@ -72,7 +72,7 @@ def make_plan(
     plan = Plan(
         key=key,
         made_with=dict(versions),
-        variant=variant,
+        variant=variant.name,
         strategy=granularity.strategy,
         sharing=granularity.sharing.value,
         target=asdict(target),

@@ -18,6 +18,7 @@ from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
 from buddy_pipeline.compile.manifest import Plan
 from buddy_pipeline.compile.source import INDEX
 from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.compile.versions import installed, plan_key, still_current
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph_file import graph_from_json
@@ -63,7 +64,7 @@ class PlanTimes:
 
 def ensure_plan(
     config: Mapping[str, Any],
-    variant: str,
+    variant: Variant,
     target: Target,
     cache: Cache,
     granularity: Granularity = COARSE_TEMPLATES,
@@ -81,7 +82,12 @@ def ensure_plan(
         if plan is not None:
             return plan, PlanTimes()
         started = time.perf_counter()
-        request = {"kind": "plan", "key": key, "config": dict(config), "variant": variant}
+        request = {
+            "kind": "plan",
+            "key": key,
+            "config": dict(config),
+            "variant": asdict(variant),
+        }
         with _Worker(cache, target) as worker:
             answer = worker.ask({**request, **asdict(granularity)}, "the model's graph")
         plan = _read_plan(cache, key)

@@ -12,7 +12,9 @@ class Target:
     """One kind of CPU.
 
     `vector_bits` is the width of the vectors that kernels are written in and `registers` how many
-    of them the CPU has. `bf16_dot` says that it multiplies bf16 pairs into f32 in one instruction.
+    of them the CPU has. `bf16_dot` says that it multiplies bf16 pairs into f32 in one instruction,
+    `int8_dot` how it multiplies 8-bit integers: "vpdpbusd", "pmaddubsw", "sdot" (see
+    `formats.integer_dot`), or "" for not at all.
     """
 
     triple: str
@@ -21,6 +23,7 @@ class Target:
     vector_bits: int
     registers: int
     bf16_dot: bool
+    int8_dot: str
 
     @property
     def lanes(self) -> int:
@@ -36,12 +39,6 @@ class Target:
     def panel(self) -> int:
         """Outputs of one packed weight panel (the `nr` of a GEMM tile)."""
         return self.lanes * self.panel_vectors
-
-    @property
-    def tile_rows(self) -> int:
-        """Tokens of one register tile: accumulators fill the registers that weights and one
-        broadcast activation leave free."""
-        return (self.registers - self.panel_vectors - 1) // self.panel_vectors
 
     def digest(self) -> str:
         """A short hash over everything that changes generated code."""
@@ -108,21 +105,26 @@ def _describe(triple: str, cpu: str, features: str, present: "dict[str, bool]") 
     architecture = triple.split("-")[0]
     if architecture == "x86_64":
         if present.get("avx512f") and present.get("avx512vl") and present.get("avx512bw"):
-            return Target(triple, cpu, features, 512, 32, bool(present.get("avx512bf16")))
+            int8 = "vpdpbusd" if present.get("avx512vnni") else "pmaddubsw"
+            return Target(triple, cpu, features, 512, 32, bool(present.get("avx512bf16")), int8)
         if present.get("avx2") and present.get("fma"):
-            return Target(triple, cpu, features, 256, 16, False)
+            int8 = "vpdpbusd" if present.get("avxvnni") else "pmaddubsw"
+            return Target(triple, cpu, features, 256, 16, False, int8)
         raise UserError(f"CPU '{cpu}' has neither AVX-512 nor AVX2 with FMA; no kernels for it")
     if architecture in ("aarch64", "arm64"):
-        return Target(triple, cpu, features, 128, 32, False)
+        int8 = "sdot" if present.get("dotprod") else ""
+        return Target(triple, cpu, features, 128, 32, False, int8)
     raise UserError(f"architecture '{architecture}' has no kernels; use x86_64 or aarch64")
 
 
 #: Targets with names of their own. "host" is not among them.
 _LINUX_X86 = "x86_64-unknown-linux-gnu"
 NAMED_TARGETS = {
-    "x86-64-v4": Target(_LINUX_X86, "x86-64-v4", "", 512, 32, False),
-    "x86-64-v3": Target(_LINUX_X86, "x86-64-v3", "", 256, 16, False),
-    "aarch64": Target("aarch64-unknown-linux-gnu", "generic", "+neon", 128, 32, False),
+    "x86-64-v4": Target(_LINUX_X86, "x86-64-v4", "", 512, 32, False, "pmaddubsw"),
+    "x86-64-v3": Target(_LINUX_X86, "x86-64-v3", "", 256, 16, False, "pmaddubsw"),
+    "aarch64": Target("aarch64-unknown-linux-gnu", "generic", "+neon", 128, 32, False, ""),
+    # Server CPUs since 2019: dot products of 8-bit integers.
+    "neoverse-n1": Target("aarch64-unknown-linux-gnu", "neoverse-n1", "", 128, 32, False, "sdot"),
     # What the RVA23 profile asks for.
     "riscv64": Target(
         "riscv64-unknown-linux-gnu",
@@ -131,5 +133,6 @@ NAMED_TARGETS = {
         128,
         32,
         False,
+        "",
     ),
 }

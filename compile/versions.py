@@ -11,6 +11,7 @@ from typing import Any
 
 from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
 from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.variant import Variant
 
 #: Packages whose version changes what is exported or generated.
 COMPILERS = (
@@ -49,13 +50,13 @@ def still_current(made_with: Mapping[str, str]) -> bool:
 
 def plan_key(
     config: Mapping[str, Any],
-    variant: str,
+    variant: Variant,
     target: Target,
     granularity: Granularity = COARSE_TEMPLATES,
 ) -> str:
     """The key of a model's plan: its config, the variant, the CPU, the cut and our own source."""
     relevant = {k: v for k, v in config.items() if k not in _IRRELEVANT}
-    how = [variant, target.digest(), asdict(granularity), source_digest()]
+    how = [asdict(variant), target.digest(), asdict(granularity), source_digest()]
     text = json.dumps([relevant, *how], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 

@@ -17,6 +17,7 @@ from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.granularity import Granularity, Sharing
 from buddy_pipeline.compile.source import read_source
 from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph_file import graph_to_json
 
@@ -66,7 +67,8 @@ def _plan(cache: Cache, target: Target, request: dict[str, Any]) -> dict[str, An
     model = export_model(config)
     exported = time.perf_counter()
     versions = compiler_versions()
-    planned = make_plan(key, model, config, request["variant"], granularity, target, versions)
+    variant = Variant(**request["variant"])
+    planned = make_plan(key, model, config, variant, granularity, target, versions)
     for source_key, source in planned.sources.items():
         source.write(cache.source_folder(source_key), cache.write)
     cache.write(cache.graph_path(key), graph_to_json(model.nodes).encode())

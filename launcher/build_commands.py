@@ -44,6 +44,7 @@ def gen_config(
     spec: options.Spec,
     output: build_options.Output,
     variant: options.Variant = None,
+    kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     strategy: build_options.Strategy = "coarse",
     whole_graph: build_options.WholeGraph = False,
@@ -55,6 +56,7 @@ def gen_config(
     settings = BuildSettings(
         spec=spec,
         variant=variant,
+        kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         strategy=strategy,
         whole_graph=whole_graph,
@@ -107,6 +109,7 @@ def compile_model(
     rank: options.Rank = 0,
     world: options.World = 1,
     variant: options.Variant = None,
+    kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     split: options.Split = None,
     cache_dir: options.CacheDir = None,
@@ -127,6 +130,7 @@ def compile_model(
     settings = CompileSettings(
         spec=spec,
         variant=variant,
+        kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         rank=rank,
         world=world,
@@ -145,6 +149,7 @@ def build(
     spec: options.Spec,
     build_dir: build_options.NewBuildDir = None,
     variant: options.Variant = None,
+    kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     strategy: build_options.Strategy = "coarse",
     whole_graph: build_options.WholeGraph = False,
@@ -167,6 +172,7 @@ def build(
     settings = BuildSettings(
         spec=spec,
         variant=variant,
+        kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         strategy=strategy,
         whole_graph=whole_graph,
@@ -195,6 +201,7 @@ def verify(
     spec: options.Spec,
     world: options.World = 1,
     variant: options.Variant = None,
+    kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     split: options.Split = None,
     strategy: build_options.Strategy = "coarse",
@@ -209,6 +216,7 @@ def verify(
     settings = VerifySettings(
         spec=spec,
         variant=variant,
+        kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         world=world,
         split=None if split is None else parse_split(split),

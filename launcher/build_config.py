@@ -11,6 +11,7 @@ from typing import Any
 
 from buddy_pipeline.compile.granularity import Granularity, Sharing
 from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.launcher.model import resolve_model
 from buddy_pipeline.launcher.settings import BuildSettings
 from buddy_pipeline.partition.errors import UserError
@@ -35,13 +36,18 @@ class BuildConfig:
     spec: str
     model_path: str
     """Where config.json, and the weights if they are needed, come from."""
-    variant: str
+    formats: Variant
     context: int
     layers: int
     granularity: Granularity
     target: Target
     model: dict[str, Any]
     """The Hugging Face configuration."""
+
+    @property
+    def variant(self) -> str:
+        """The variant's name."""
+        return self.formats.name
 
     @property
     def family(self) -> str:
@@ -57,7 +63,7 @@ class BuildConfig:
                     "format": FORMAT_VERSION,
                     "spec": self.spec,
                     "model_path": self.model_path,
-                    "variant": self.variant,
+                    "formats": asdict(self.formats),
                     "context": self.context,
                     "layers": self.layers,
                     **asdict(self.granularity),
@@ -90,7 +96,7 @@ def resolve_config(settings: BuildSettings) -> BuildConfig:
     return BuildConfig(
         spec=settings.spec,
         model_path=str(resolved.path),
-        variant=resolved.variant,
+        formats=resolved.formats,
         context=resolved.context,
         layers=resolved.layers,
         granularity=Granularity(settings.strategy, sharing),
@@ -124,7 +130,7 @@ def config_of(data: Any, where: str) -> BuildConfig:
         return BuildConfig(
             spec=data["spec"],
             model_path=data["model_path"],
-            variant=data["variant"],
+            formats=Variant(**data["formats"]),
             context=int(data["context"]),
             layers=int(data["layers"]),
             granularity=Granularity(data["strategy"], Sharing(data["sharing"])),

@@ -21,7 +21,7 @@ def plan_model(model: Model, target: Target, cache: Cache, show: bool) -> tuple[
     if model.prebuilt is not None:
         return model.prebuilt.plan, 0.0
     plan, times = ensure_plan(
-        model.checkpoint.config, model.variant, target, cache, model.granularity
+        model.checkpoint.config, model.formats, target, cache, model.granularity
     )
     if show and times.total:
         print(f"exported and planned the model in {times.total:.1f} s", file=sys.stderr)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
-from buddy_pipeline.launcher.model_source import check_element_count, model_path
+from buddy_pipeline.compile.variant import Variant
+from buddy_pipeline.launcher.console import print_warning
+from buddy_pipeline.launcher.element_counts import check_float_total, chosen_counts
+from buddy_pipeline.launcher.model_source import model_path
 from buddy_pipeline.launcher.settings import ModelSettings
 from buddy_pipeline.launcher.spec import Spec, load_spec
-from buddy_pipeline.launcher.variants import compiled_variant
+from buddy_pipeline.launcher.variants import known_cache_type, known_variant
 from buddy_pipeline.partition.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +40,7 @@ class Model:
 
     spec: Spec
     checkpoint: Checkpoint
-    variant: str
+    formats: Variant
     context: int
     """Positions of one sequence."""
     layers: int
@@ -47,28 +51,39 @@ class Model:
     split: tuple[int, ...] | None = None
     """Layers of each rank, where what was built is for one split only."""
 
+    @property
+    def variant(self) -> str:
+        """The variant's name."""
+        return self.formats.name
+
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """What is known of a model without its weights."""
+    """What is known of a model without reading its weights."""
 
-    spec: Spec
     path: Path
     config: dict[str, Any]
-    variant: str
+    formats: Variant
     context: int
     layers: int
 
 
 def resolve_model(settings: ModelSettings) -> ResolvedModel:
-    """Resolves the spec; of a Hugging Face directory only config.json must be there."""
-    from buddy_pipeline.ranks.checkpoint import read_config
+    """Resolves the spec; of a Hugging Face directory only config.json must be there.
+
+    Where the weights are there too they have a say, as in `open_model`.
+    """
+    from buddy_pipeline.ranks.checkpoint import has_weights, read_config
 
     spec = load_spec(settings.spec)
-    variant = compiled_variant(settings.variant or spec.variant).name
     path = model_path(spec, settings.local_model)
+    if has_weights(path):
+        model = open_model(settings)
+        found = model.checkpoint.config
+        return ResolvedModel(path, found, model.formats, model.context, model.layers)
     config = read_config(path)
-    return ResolvedModel(spec, path, config, variant, _context(spec, config), _layers(config))
+    formats = _with_cache(known_variant(settings.variant or spec.variant), settings, spec)
+    return ResolvedModel(path, config, formats, _context(spec, config), _layers(config))
 
 
 def open_model(settings: ModelSettings) -> Model:
@@ -76,16 +91,53 @@ def open_model(settings: ModelSettings) -> Model:
     from buddy_pipeline.ranks.checkpoint import open_checkpoint
 
     spec = load_spec(settings.spec)
-    variant = compiled_variant(settings.variant or spec.variant).name
     checkpoint = open_checkpoint(model_path(spec, settings.local_model))
-    check_element_count(spec, checkpoint)
+    formats = _formats(settings, spec, checkpoint)
     return Model(
         spec=spec,
         checkpoint=checkpoint,
-        variant=variant,
+        formats=formats,
         context=_context(spec, checkpoint.config),
         layers=_layer_count(checkpoint),
     )
+
+
+def _formats(settings: ModelSettings, spec: Spec, checkpoint: Checkpoint) -> Variant:
+    """The variant asked for, on the command line, by a directory that is quantised already, or by
+    the spec; and which linears it quantises."""
+    done = checkpoint.quantisation
+    asked = settings.variant or (done.variant if done else spec.variant)
+    formats = known_variant(asked)
+    if spec.weights_override is not None:
+        own = known_variant(spec.variant)
+        if own.quantised:
+            counts, warning = chosen_counts(spec, own, checkpoint)
+            formats = replace(formats, biased=counts.biased)
+            if warning:
+                print_warning(warning)
+        else:
+            check_float_total(spec, checkpoint)
+    if done is not None:
+        formats = _as_quantised(formats, known_variant(done.variant), done.biased, checkpoint)
+    return _with_cache(formats, settings, spec)
+
+
+def _with_cache(formats: Variant, settings: ModelSettings, spec: Spec) -> Variant:
+    """The formats with the cache's type that was asked for."""
+    cache = settings.kv_cache_dtype or spec.kv_cache_dtype
+    return formats if cache is None else replace(formats, cache=known_cache_type(cache))
+
+
+def _as_quantised(formats: Variant, done: Variant, biased: bool, checkpoint: Checkpoint) -> Variant:
+    """A variant on weights that are quantised already, which decides what is."""
+    if not formats.quantised:
+        return formats
+    if weight_format(formats.weights).source != weight_format(done.weights).source:
+        raise UserError(
+            f"{checkpoint.path} is quantised as {done.name}, and {formats.name} would quantise it "
+            f"once more: use --variant {done.name} or the original model"
+        )
+    return replace(formats, biased=biased)
 
 
 def _context(spec: Spec, config: dict[str, Any]) -> int:

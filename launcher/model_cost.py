@@ -10,7 +10,6 @@ from math import prod
 from typing import Any
 
 from buddy_pipeline.compile.formats import weight_format
-from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.launcher.model import Model, first_number
 from buddy_pipeline.partition.cost import NOTHING, ModelCost, PartCost
 from buddy_pipeline.partition.errors import UserError
@@ -30,20 +29,24 @@ def model_cost(model: Model) -> ModelCost:
 
     Raises UserError if the checkpoint names no tensor of some layer.
     """
-    checkpoint, variant = model.checkpoint, VARIANTS[model.variant]
-    form = weight_format(variant.weights)
-    matrix_bytes = form.unit_bytes(_PANEL) / (form.unit * _PANEL)
+    checkpoint, formats = model.checkpoint, model.formats
+    table_bytes = _matrix_bytes(formats.weights if checkpoint.ties_head else formats.rest)
+
+    def linear(info: TensorInfo) -> PartCost:
+        has_bias = info.name.removesuffix("weight") + "bias" in checkpoint.tensors
+        return _linear(info, _matrix_bytes(formats.linear(has_bias)))
+
     layers = [NOTHING] * model.layers
     embedding, head, table_elements = NOTHING, NOTHING, 0
     for info in checkpoint.parameters():
         found = _LAYER.search(info.name)
         if found is not None and int(found[1]) < model.layers:
-            layers[int(found[1])] += _linear(info, matrix_bytes)
+            layers[int(found[1])] += linear(info)
         elif found is None and _EMBEDDINGS.search(info.name):
-            embedding += PartCost(prod(info.shape) * matrix_bytes, 0.0, 0.0)
+            embedding += PartCost(prod(info.shape) * table_bytes, 0.0, 0.0)
             table_elements = max(table_elements, prod(info.shape))
         elif found is None:
-            head += _linear(info, matrix_bytes)
+            head += linear(info)
     missing = next((number for number, cost in enumerate(layers) if cost == NOTHING), None)
     if missing is not None:
         raise UserError(
@@ -52,16 +55,23 @@ def model_cost(model: Model) -> ModelCost:
         )
     shared = 0.0
     if checkpoint.ties_head:
-        shared = table_elements * matrix_bytes
+        shared = table_elements * table_bytes
         head += PartCost(shared, shared, 2.0 * table_elements)
-    cache = PartCost(0.0, 0.0, 0.0, _cached_elements(checkpoint.config) * _BYTES[variant.cache])
+    cache = PartCost(0.0, 0.0, 0.0, _cached_elements(checkpoint.config) * _BYTES[formats.cache])
     hidden = _number(checkpoint.config, "hidden_size", "n_embd")
     return ModelCost(
         [layer + cache for layer in layers], embedding, head, shared, hidden * _ACTIVATION_BYTES
     )
 
 
-_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+#: Bytes of a cached element; int8 with its share of a scale for 32 elements.
+_BYTES = {"f32": 4.0, "bf16": 2.0, "f16": 2.0, "int8": 1.125}
+
+
+def _matrix_bytes(name: str) -> float:
+    """Bytes of a packed element; scales of whole outputs are too few to count."""
+    form = weight_format(name)
+    return form.unit_bytes(_PANEL) / (form.unit * _PANEL)
 
 
 def _linear(info: TensorInfo, matrix_bytes: float) -> PartCost:

@@ -1,20 +1,10 @@
-"""Where a spec's weights are on this machine, and whether they are the ones the spec means."""
-
-from __future__ import annotations
+"""Where a spec's weights are on this machine."""
 
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from buddy_pipeline.launcher.spec import Spec, WeightsPackage
-from buddy_pipeline.launcher.variants import known_variant
 from buddy_pipeline.partition.errors import UserError
-
-if TYPE_CHECKING:
-    from buddy_pipeline.ranks.checkpoint import Checkpoint
-
-_LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "opt"})
-"""Values of `model_type` whose models add learned position embeddings and rotate nothing."""
 
 
 def model_path(spec: Spec, local_model: Path | None) -> Path:
@@ -43,35 +33,6 @@ def model_path(spec: Spec, local_model: Path | None) -> Path:
             " download that model and pass --local-model PATH"
         )
     return path
-
-
-def check_element_count(spec: Spec, checkpoint: Checkpoint) -> None:
-    """Raises UserError, with both counts, when `weights_override.total` is not the model's.
-
-    buddy-mlir counts the parameters and the rotary frequencies. The total of a quantised spec also
-    counts its scales, which a checkpoint does not have, so such a total is not compared.
-    """
-    if spec.weights_override is None or known_variant(spec.variant).quantised:
-        return
-    parameters = checkpoint.element_count()
-    rotary = rotary_elements(checkpoint.config)
-    if spec.weights_override.total != parameters + rotary:
-        raise UserError(
-            f"spec {spec.name}: weights_override.total is {spec.weights_override.total:,}, but"
-            f" {checkpoint.path} has {parameters + rotary:,} elements ({parameters:,} parameters +"
-            f" {rotary:,} rotary frequencies): correct the total or choose another model"
-        )
-
-
-def rotary_elements(config: dict[str, Any]) -> int:
-    """The number of rotary frequencies of a model with this Hugging Face config.
-
-    One frequency turns a pair of the rotated elements of a head.
-    """
-    if config["model_type"] in _LEARNED_POSITIONS:
-        return 0
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(head_dim * config.get("partial_rotary_factor", 1.0)) // 2
 
 
 def _packaged_file(spec: str, package: WeightsPackage) -> Path:

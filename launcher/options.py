@@ -51,6 +51,10 @@ Spec = Annotated[
 Variant = Annotated[
     str | None, _option(_MODEL, "Number format; overrides the spec's.", metavar="NAME")
 ]
+KvCacheDtype = Annotated[
+    str | None,
+    _option(_MODEL, "Type of the KV cache, such as int8; default the variant's.", metavar="NAME"),
+]
 LocalModel = Annotated[
     Path | None,
     _path(_MODEL, "Hugging Face directory or .gguf file to take the weights from."),

@@ -73,7 +73,7 @@ def open_prebuilt(settings: PipelineSettings, rank: int, world: int, cache: Cach
     return Model(
         Spec(name=config.spec),
         checkpoint,
-        config.variant,
+        config.formats,
         config.context,
         config.layers,
         config.granularity,
@@ -104,7 +104,7 @@ def _open_bundle(settings: PipelineSettings, rank: int, world: int, cache: Cache
     return Model(
         Spec(name=config.spec),
         checkpoint,
-        config.variant,
+        config.formats,
         config.context,
         config.layers,
         config.granularity,

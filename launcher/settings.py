@@ -24,6 +24,8 @@ class ModelSettings:
     """A shipped spec's name or the path of a JSON file."""
     variant: str | None = None
     """Overrides the spec's."""
+    kv_cache_dtype: str | None = None
+    """Overrides the spec's and the variant's."""
     local_model: Path | None = None
     """Overrides where the spec's weights come from."""
 

@@ -1,7 +1,8 @@
 """The spec: a small JSON file that says which model to run and how, typed and checked.
 
 It takes the keys of buddy-mlir's spec files (`models/*/specs/*.json` in
-https://github.com/buddy-compiler/buddy-mlir) and one of ours, `weights_package`.
+https://github.com/buddy-compiler/buddy-mlir) and two of ours, `weights_package` and
+`kv_cache_dtype`.
 """
 
 import json
@@ -18,12 +19,15 @@ from buddy_pipeline.partition.errors import UserError
 
 @dataclass(frozen=True)
 class WeightsOverride:
-    """How many elements the model has, as buddy-mlir counts them: rotary frequencies included."""
+    """How many elements the model has, as buddy-mlir counts them; see `element_counts`. 0 is not
+    given."""
 
     total: int
     linear_elements: int = 0
     linear_output_channels: int = 0
     other_elements: int = 0
+    f16_elements: int = 0
+    i8_elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,8 @@ class Spec:
     quantization: str | None = None
     max_token_len: int | None = None
     """The context length in tokens; None takes the model's own."""
+    kv_cache_dtype: str | None = None
+    """One of `CACHE_TYPES`; None leaves it to the variant."""
     num_threads: int | None = None
     """Threads a rank; None divides the cores of the host among its ranks."""
     weights_override: WeightsOverride | None = None

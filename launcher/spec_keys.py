@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from buddy_pipeline.compile.variant import CACHE_TYPES
 from buddy_pipeline.launcher.nearest import nearest
 from buddy_pipeline.partition.errors import UserError
 
@@ -57,12 +58,15 @@ _DISTRIBUTION = _Kind(
     lambda value: isinstance(value, str) and value.replace("-", "_").isidentifier(),
 )
 
+_CACHE_TYPE = _Kind(f"one of {', '.join(CACHE_TYPES)}", lambda value: value in CACHE_TYPES)
+
 _SPEC: Mapping[str, _Kind] = {
     "hf_model_path": _TEXT,
     "model_family": _TEXT,
     "variant": _TEXT,
     "quantization": _TEXT,
     "max_token_len": _POSITIVE,
+    "kv_cache_dtype": _CACHE_TYPE,
     "num_threads": _POSITIVE,
     "weights_override": _Kind(
         "an object with the key total",
@@ -72,6 +76,8 @@ _SPEC: Mapping[str, _Kind] = {
             "linear_elements": _COUNT,
             "linear_output_channels": _COUNT,
             "other_elements": _COUNT,
+            "f16_elements": _COUNT,
+            "i8_elements": _COUNT,
         },
         frozenset({"total"}),
     ),

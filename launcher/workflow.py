@@ -79,7 +79,7 @@ def import_model(
 ) -> Imported:
     """The import stage."""
     plan, times = ensure_plan(
-        config.model, config.variant, config.target, cache, config.granularity
+        config.model, config.formats, config.target, cache, config.granularity
     )
     started = time.perf_counter()
     ranges = layer_ranges(plan.layers, settings.world, settings.split)

@@ -17,8 +17,7 @@ class KvCache:
     """Slots for the attention layers of one rank, each empty until a change gives it memory.
 
     A slot's memory is one array of `capacity` positions; layer i starts at `offsets[i]` elements a
-    position: keys `[kv head][position / KV_BLOCK][key][KV_BLOCK]`, then values
-    `[kv head][position][value stride]`.
+    position, laid out as `KvLayer` says.
 
     context: positions that a slot may have at most, rounded up to whole blocks.
     """
@@ -103,11 +102,11 @@ class KvCache:
 def _layer_views(
     memory: np.ndarray, layer: KvLayer, offset: int, capacity: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Keys [head, block, key · KV_BLOCK] and values [head, position, stride] of a layer in a slot's
-    memory, as unsigned integers of the elements' size."""
+    """Keys [head, block, elements] and values [head, position, elements] of a layer in a slot's
+    memory, as unsigned integers of the elements' size, scales among them."""
     elements = memory.view(f"u{layer.element_bytes}")[offset * capacity :]
-    keys = (layer.heads, capacity // KV_BLOCK, layer.key * KV_BLOCK)
-    values = (layer.heads, capacity, layer.value_stride)
+    keys = (layer.heads, capacity // KV_BLOCK, layer.key_elements * KV_BLOCK)
+    values = (layer.heads, capacity, layer.value_elements)
     middle = math.prod(keys)
     end = middle + math.prod(values)
     return elements[:middle].reshape(keys), elements[middle:end].reshape(values)

@@ -8,6 +8,7 @@ import numpy as np
 
 from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.formats.base import WeightFormat, panel_bytes
+from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS
 from buddy_pipeline.compile.manifest import Parameter, WeightPart
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint import Checkpoint
@@ -15,7 +16,8 @@ from buddy_pipeline.ranks.memory_blocks import ALIGNMENT, arena
 
 #: Elements of a weight that are read and packed at a time: 2 MB of f32, which stay in cache.
 _PIECE = 1 << 19
-_BF16_NAN = 0x7FC0
+#: NumPy's types of numbers that are packed as stored.
+_STORED = {"bf16": np.uint16, "f16": np.float16}
 
 
 def check_parameters(parameters: Iterable[Parameter], checkpoint: Checkpoint) -> None:
@@ -99,45 +101,46 @@ def _pack_part(
     checkpoint: Checkpoint,
 ) -> None:
     """Packs one matrix, some panels at a time."""
+    kept = _is_kept(form, name, part.transposed, checkpoint)
     # A weight stored as [inputs, outputs] has no rows to read piece by piece: all of it is read.
-    whole = checkpoint.read(name).T if part.transposed else None
+    whole = checkpoint.read(name).T if part.transposed and not kept else None
     piece = max(1, _PIECE // (width * part.columns))
     for first in range(0, len(panels), piece):
         low, high = first * width, min((first + piece) * width, part.rows)
-        if whole is None:
-            rows = _rows_as(form.source, name, low, high, checkpoint)
+        if kept:
+            rows = _as_kept(form, name, low, high, checkpoint)
+        elif whole is None:
+            rows = _converted(form, checkpoint.read_rows(name, low, high), name)
         else:
-            rows = _converted(form.source, np.ascontiguousarray(whole[low:high]), name)
+            rows = _converted(form, np.ascontiguousarray(whole[low:high]), name)
         form.pack(rows, panels[first : first + -(-len(rows) // width)])
 
 
-def _rows_as(dtype: str, name: str, low: int, high: int, checkpoint: Checkpoint) -> np.ndarray:
-    """Rows in the type that a weight format packs; as stored where that is the type already."""
-    if checkpoint.tensors[name].dtype == dtype.upper() and dtype != "f32":
-        stored = checkpoint.stored_rows(name, low, high)
-        if stored is not None:
-            return stored.view(np.float16 if dtype == "f16" else np.uint16)
-    return _converted(dtype, checkpoint.read_rows(name, low, high), name)
+def _is_kept(form: WeightFormat, name: str, transposed: bool, checkpoint: Checkpoint) -> bool:
+    """Whether the checkpoint has the tensor as the format packs it."""
+    if form.source in ROW_FORMATS:
+        return checkpoint.has_records(name, form.source)
+    return not transposed and checkpoint.tensors[name].dtype == form.source.upper()
 
 
-def _converted(dtype: str, rows: np.ndarray, name: str) -> np.ndarray:
-    """float32 rows rounded to the nearest number of `dtype`, ties to even."""
-    if dtype == "f32":
-        return rows
-    if dtype == "f16":
-        with np.errstate(over="ignore"):
-            halves = rows.astype(np.float16)
-        if (np.isinf(halves) & np.isfinite(rows)).any():
-            raise UserError(
-                f"tensor '{name}' has values beyond the range of f16: use --variant bf16"
-            )
-        return halves
-    bits = rows.view(np.uint32)
-    odd = (bits >> 16) & 1
-    upper = ((bits + 0x7FFF + odd) >> 16).astype(np.uint16)
-    # The sum carries a NaN's payload into its exponent, or beyond its sign.
-    upper[np.isnan(rows)] = _BF16_NAN
-    return upper
+def _as_kept(
+    form: WeightFormat, name: str, low: int, high: int, checkpoint: Checkpoint
+) -> np.ndarray:
+    """Rows as stored, without a detour through f32 where the file's layout allows."""
+    if form.source in ROW_FORMATS:
+        return checkpoint.records(name, low, high)
+    stored = None if form.source == "f32" else checkpoint.stored_rows(name, low, high)
+    if stored is None:
+        return _converted(form, checkpoint.read_rows(name, low, high), name)
+    return stored.view(_STORED[form.source])
+
+
+def _converted(form: WeightFormat, rows: np.ndarray, name: str) -> np.ndarray:
+    """float32 rows as a weight format packs them."""
+    try:
+        return form.from_f32(rows)
+    except ValueError as error:
+        raise UserError(f"tensor '{name}' {error}") from None
 
 
 def _pack_bias(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:

@@ -5,6 +5,7 @@ from typing import Protocol
 
 import numpy as np
 
+from buddy_pipeline.compile.formats.activation import Activation
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
@@ -13,6 +14,10 @@ from buddy_pipeline.compile.target import Target
 BLOCK_K = 256
 #: Bytes between packed activation rows beyond a block: rows must not share cache sets.
 ROW_PADDING = 64
+_BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
+#: Panels that a tile of few tokens takes at once at most: enough independent chains to hide the
+#: latency of the multiply-add, and several streams from memory.
+_MOST_PANELS = 4
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,20 @@ class TileShape:
         ]
 
 
+@dataclass(frozen=True)
+class RegisterUse:
+    """What a format's inner loop keeps in registers besides its accumulators."""
+
+    temporaries: int = 0  # for each accumulator, such as the integer chain that feeds it
+    panel: int = 1  # for each vector of a panel: its weights
+    shared: int = 1  # for the whole tile: a broadcast activation, masks
+
+
 class WeightFormat(Protocol):
     """One way to keep a matrix in memory and to multiply with it.
 
-    A panel holds `Target.panel` outputs over all of K; the kernel walks K in units of `unit`.
+    A panel holds `Target.panel` outputs over all of K; the kernel walks K in units of `unit`. With
+    `scaled` a panel begins with one f32 an output, by which a finished chain is multiplied.
     """
 
     @property
@@ -46,21 +61,35 @@ class WeightFormat(Protocol):
     def unit(self) -> int:
         """Steps of K that are packed, read and multiplied together."""
 
+    @property
+    def scaled(self) -> bool:
+        """Whether each output has one scale over all of K, applied behind the chain."""
+
     def unit_bytes(self, panel: int) -> int:
         """Bytes of one unit of a packed panel."""
 
+    @property
+    def source(self) -> str:
+        """What `pack` takes: "f32", "bf16" (as uint16) or "f16" [outputs, K], or the name of a
+        row format of `quantised_rows` (uint8 [outputs, bytes])."""
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """float32 [outputs, K] as `source`; ValueError saying what cannot be represented."""
+
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
-        """Packs `rows` [outputs, K] (of dtype `source`) into `panels`, uint8 [panels, bytes].
+        """Packs rows of `source` into `panels`, uint8 [panels, bytes].
 
         `outputs` may end inside the last panel; the rest of that panel is left as it is (zero).
         """
 
-    @property
-    def source(self) -> str:
-        """The dtype that `pack` takes: "f32", "bf16" (as uint16) or "f16"."""
+    def reference(self, rows: np.ndarray) -> np.ndarray:
+        """The numbers that rows of `source` stand for, float32 [outputs, K]."""
 
-    def activation_bytes(self, target: Target) -> int:
-        """Bytes of one activation as tiles read it: 4 (f32) or 2 (bf16)."""
+    def activation(self, target: Target) -> Activation:
+        """How the format's tiles read activations."""
+
+    def registers(self, target: Target) -> RegisterUse:
+        """What bounds the size of a tile."""
 
     def emit_unit(
         self,
@@ -77,18 +106,45 @@ class WeightFormat(Protocol):
         activation in row 0 (rows are `row_bytes` apart).
         """
 
-    def emit_element(self, t: Text, target: Target, base: str, k: str, lane: str) -> str:
-        """Loads element k of output `lane` of the panel at `base` as f32."""
+    def emit_values(
+        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
+    ) -> None:
+        """Stores one unit of output `lane` as f32 to `out`, or only its first `left` elements where
+        the row ends before. `base` is the address of the unit in the panel."""
 
 
-def row_bytes(activation_bytes: int) -> int:
+def row_bytes(activation: Activation) -> int:
     """Bytes from one packed activation row to the next."""
-    return BLOCK_K * activation_bytes + ROW_PADDING
+    return activation_bytes(activation, BLOCK_K) + ROW_PADDING
+
+
+def activation_bytes(activation: Activation, elements: int) -> int:
+    """Bytes of packed activations, a whole number of blocks."""
+    return elements // activation.block * activation.block_bytes
 
 
 def panel_bytes(form: WeightFormat, depth: int, panel: int) -> int:
-    """Bytes of one packed panel of `depth` inputs, rounded up to whole units."""
-    return -(-depth // form.unit) * form.unit_bytes(panel)
+    """Bytes of one packed panel of `depth` inputs: scales, then K rounded up to whole units."""
+    return head_bytes(form, panel) + -(-depth // form.unit) * form.unit_bytes(panel)
+
+
+def head_bytes(form: WeightFormat, panel: int) -> int:
+    """Bytes of a packed panel before its units."""
+    return 4 * panel if form.scaled else 0
+
+
+def tile_rows(target: Target, form: WeightFormat) -> int:
+    """Tokens of one register tile: accumulators fill the registers that the rest leaves free."""
+    use, vectors = form.registers(target), target.panel_vectors
+    free = target.registers - use.panel * vectors - use.shared
+    return max(1, free // (vectors * (1 + use.temporaries)))
+
+
+def panels_for(target: Target, form: WeightFormat, rows: int) -> int:
+    """Panels that a tile of `rows` tokens takes at once when tokens are few."""
+    use, vectors = form.registers(target), target.panel_vectors
+    each = vectors * (rows * (1 + use.temporaries) + use.panel)
+    return max(1, min(_MOST_PANELS, (target.registers - use.shared) // each))
 
 
 def accumulate(
@@ -99,9 +155,10 @@ def accumulate(
     inputs: str,
     accumulators: list[str],
 ) -> list[str]:
-    """Fused multiply-adds of f32 weights, one dict (panel, vector) → value for each k of a unit."""
+    """Fused multiply-adds of f32 weights and activations, one dict (panel, vector) → value for each
+    k of a unit."""
     vector = f"vector<{target.lanes}xf32>"
-    stride = row_bytes(4) // 4
+    stride = BLOCK_K + ROW_PADDING // 4
     for k, at_k in enumerate(weights):
         following = []
         activation = ""
@@ -112,6 +169,39 @@ def accumulate(
             following.append(t.fma(activation, at_k[panel, v], accumulator, vector))
         accumulators = following
     return accumulators
+
+
+def accumulate_pairs(
+    t: Text,
+    target: Target,
+    shape: TileShape,
+    weights: dict[tuple[int, int], str],
+    inputs: str,
+    accumulators: list[str],
+    stride: int,
+) -> list[str]:
+    """accumulator += both products of a pair of k, with the CPU's own order and rounding.
+
+    `weights` are bf16 pairs (panel, vector) → vector<2·lanes x bf16>; activations are bf16, their
+    rows `stride` bytes apart.
+    """
+    lanes = target.lanes
+    vector, words = f"vector<{lanes}xf32>", f"vector<{lanes}xi32>"
+    halves = f"vector<{2 * lanes}xbf16>"
+    following = []
+    activation = ""
+    for accumulator, (row, panel, v) in zip(accumulators, shape.places(target), strict=True):
+        if (panel, v) == (0, 0):
+            pair = t.load(t.gep(inputs, row * stride, "i8"), "i32")
+            spread = t.broadcast(pair, words, "i32")
+            activation = t.op(f"vector.bitcast {spread} : {words} to {halves}")
+        following.append(
+            t.op(
+                f'llvm.call_intrinsic "{_BF16_DOT}"({accumulator}, {activation}, '
+                f"{weights[panel, v]}) : ({vector}, {halves}, {halves}) -> {vector}"
+            )
+        )
+    return following
 
 
 def interleave(rows: np.ndarray, panels: np.ndarray, group: int) -> None:

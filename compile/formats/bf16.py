@@ -8,24 +8,47 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from buddy_pipeline.compile.formats.base import TileShape, accumulate, interleave, row_bytes
+from buddy_pipeline.compile.formats.activation import Activation, Plain
+from buddy_pipeline.compile.formats.base import (
+    RegisterUse,
+    TileShape,
+    accumulate,
+    accumulate_pairs,
+    interleave,
+    row_bytes,
+)
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
-_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
+_NAN = 0x7FC0
 
 
 @dataclass(frozen=True)
 class Bf16:
-    """The upper half of a float."""
+    """The upper half of a float; with `exact`, activations stay f32 on every CPU."""
 
-    name: str = "bf16"
+    exact: bool = False
     unit: int = 2
     source: str = "bf16"
+    scaled: bool = False
+
+    @property
+    def name(self) -> str:
+        """What manifests and symbols call it."""
+        return "bf16_exact" if self.exact else "bf16"
 
     def unit_bytes(self, panel: int) -> int:
         """Bytes of one pair of k of a panel."""
         return 4 * panel
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """Rounded to the nearest, ties to even; NaN stays NaN."""
+        bits = rows.view(np.uint32)
+        odd = (bits >> 16) & 1
+        upper = ((bits + 0x7FFF + odd) >> 16).astype(np.uint16)
+        # The sum carries a NaN's payload into its exponent, or beyond its sign.
+        upper[np.isnan(rows)] = _NAN
+        return upper
 
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
         """See `WeightFormat.pack`; rows are uint16."""
@@ -33,9 +56,20 @@ class Bf16:
         width = panels.shape[1] // (4 * pairs)
         interleave(rows, panels.view(np.uint16).reshape(len(panels), pairs, width, 2), 2)
 
-    def activation_bytes(self, target: Target) -> int:
+    def reference(self, rows: np.ndarray) -> np.ndarray:
+        """See `WeightFormat.reference`."""
+        return (rows.astype(np.uint32) << 16).view(np.float32)
+
+    def activation(self, target: Target) -> Activation:
         """bf16 where the CPU multiplies it."""
-        return 2 if target.bf16_dot else 4
+        return Plain("bf16") if self._has_dot(target) else Plain()
+
+    def registers(self, target: Target) -> RegisterUse:
+        """A vector of weights each, and a broadcast activation."""
+        return RegisterUse()
+
+    def _has_dot(self, target: Target) -> bool:
+        return target.bf16_dot and not self.exact
 
     def emit_unit(
         self,
@@ -54,8 +88,14 @@ class Bf16:
             for p in range(shape.panels)
             for v in range(target.panel_vectors)
         }
-        if target.bf16_dot:
-            return self._dot(t, target, shape, pairs, inputs, accumulators)
+        if self._has_dot(target):
+            halves = f"vector<{2 * lanes}xbf16>"
+            weights = {
+                place: t.op(f"vector.bitcast {pair} : {words} to {halves}")
+                for place, pair in pairs.items()
+            }
+            stride = row_bytes(self.activation(target))
+            return accumulate_pairs(t, target, shape, weights, inputs, accumulators, stride)
         low, high = {}, {}
         shift, mask = t.constant(16, words), t.constant(-65536, words)
         for place, pair in pairs.items():
@@ -65,47 +105,16 @@ class Bf16:
             high[place] = t.op(f"arith.bitcast {second} : {words} to vector<{lanes}xf32>")
         return accumulate(t, target, shape, [low, high], inputs, accumulators)
 
-    def _dot(
-        self,
-        t: Text,
-        target: Target,
-        shape: TileShape,
-        pairs: dict[tuple[int, int], str],
-        inputs: str,
-        accumulators: list[str],
-    ) -> list[str]:
-        """accumulator += both products of a pair, with the CPU's own order and rounding."""
-        lanes = target.lanes
-        vector, words, halves = (
-            f"vector<{lanes}xf32>",
-            f"vector<{lanes}xi32>",
-            f"vector<{2 * lanes}xbf16>",
-        )
-        stride = row_bytes(2) // 4
-        weights = {
-            place: t.op(f"vector.bitcast {pair} : {words} to {halves}")
-            for place, pair in pairs.items()
-        }
-        following = []
-        activation = ""
-        for accumulator, (row, panel, v) in zip(accumulators, shape.places(target), strict=True):
-            if (panel, v) == (0, 0):
-                pair = t.load(t.gep(inputs, row * stride, "i32"), "i32")
-                spread = t.broadcast(pair, words, "i32")
-                activation = t.op(f"vector.bitcast {spread} : {words} to {halves}")
-            following.append(
-                t.op(
-                    f'llvm.call_intrinsic "{_DOT}"({accumulator}, {activation}, '
-                    f"{weights[panel, v]}) : ({vector}, {halves}, {halves}) -> {vector}"
-                )
-            )
-        return following
+    def emit_values(
+        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
+    ) -> None:
+        """panel[k / 2][lane][k % 2]; a row of odd length ends inside its last pair."""
+        pair = t.gep(base, lane, "i32")
 
-    def emit_element(self, t: Text, target: Target, base: str, k: str, lane: str) -> str:
-        """panel[k / 2][lane][k % 2]."""
-        two = t.constant(2)
-        pair = t.binary("arith.divui", k, two)
-        place = t.add(t.mul(pair, t.constant(target.panel)), lane)
-        place = t.add(t.mul(place, two), t.op(f"arith.remui {k}, {two} : i64"))
-        half = t.load(t.gep(base, place, "bf16"), "bf16", 2)
-        return t.op(f"arith.extf {half} : bf16 to f32")
+        def one(k: int) -> None:
+            half = t.load(t.gep(pair, k, "bf16"), "bf16", 2)
+            t.store(t.op(f"arith.extf {half} : bf16 to f32"), t.gep(out, k), "f32")
+
+        one(0)
+        with t.when(t.compare("ugt", left, t.constant(1))):
+            one(1)

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from buddy_pipeline.compile.formats.base import TileShape, accumulate, interleave
+from buddy_pipeline.compile.formats.activation import Activation, Plain
+from buddy_pipeline.compile.formats.base import RegisterUse, TileShape, accumulate, interleave
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
@@ -16,19 +17,32 @@ class F32:
     name: str = "f32"
     unit: int = 1
     source: str = "f32"
+    scaled: bool = False
 
     def unit_bytes(self, panel: int) -> int:
         """Bytes of one k of a panel."""
         return 4 * panel
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """As they are."""
+        return rows
 
     def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
         """See `WeightFormat.pack`."""
         width = panels.shape[1] // (4 * rows.shape[1])
         interleave(rows, panels.view(np.float32).reshape(len(panels), -1, width, 1), 1)
 
-    def activation_bytes(self, target: Target) -> int:
+    def reference(self, rows: np.ndarray) -> np.ndarray:
+        """See `WeightFormat.reference`."""
+        return rows
+
+    def activation(self, target: Target) -> Activation:
         """Activations stay f32."""
-        return 4
+        return Plain()
+
+    def registers(self, target: Target) -> RegisterUse:
+        """A vector of weights each, and a broadcast activation."""
+        return RegisterUse()
 
     def emit_unit(
         self,
@@ -48,7 +62,8 @@ class F32:
         }
         return accumulate(t, target, shape, [weights], inputs, accumulators)
 
-    def emit_element(self, t: Text, target: Target, base: str, k: str, lane: str) -> str:
+    def emit_values(
+        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
+    ) -> None:
         """panel[k][lane]."""
-        place = t.add(t.mul(k, t.constant(target.panel)), lane)
-        return t.load(t.gep(base, place), "f32")
+        t.store(t.load(t.gep(base, lane), "f32"), out, "f32")

@@ -2,7 +2,8 @@
 
 A slot's memory holds, layer after layer, keys `[kv head][block][key dim][KV_BLOCK]` (positions side
 by side, so that scores of a block are vectors without horizontal sums) and values
-`[kv head][position][value stride]`. Work follows the actual length.
+`[kv head][position][value stride]`; in int8 each has its scales behind it (see `KvLayer`). Work
+follows the actual length.
 
 A query walks blocks at fixed cache positions with a running softmax (Milakov and Gimelshein 2018);
 spans of `KV_SPAN` positions are separate partial results, merged in order (flash-decoding). Who
@@ -19,13 +20,13 @@ from buddy_pipeline.compile.kernels.attention_parts import (
     emit_finish,
     emit_merge,
     emit_span,
-    emit_store,
     layer_base,
     rows_of,
     span_args,
     state_bytes,
     token_parts,
 )
+from buddy_pipeline.compile.kernels.attention_store import emit_store
 from buddy_pipeline.compile.kernels.step import barrier, declare_barrier, step_word
 from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SPAN, SPLIT_UNITS, StepWord
 from buddy_pipeline.compile.mlir_text import Text
@@ -149,9 +150,9 @@ def _place(t: Text, shape: AttentionShape, token: str, head: str) -> _Place:
     slot = t.load(t.gep(slots, token, "i64"), "i64", 8)
     element = shape.element
     layer, capacity = layer_base(t, shape, slot)
-    key_head = t.mul(capacity, t.constant(shape.key))
+    key_head = t.mul(capacity, t.constant(shape.layer.key_elements))
     values = t.gep(layer, t.mul(key_head, "%kv_heads"), element)
-    value_head = t.mul(capacity, t.constant(shape.value_stride))
+    value_head = t.mul(capacity, t.constant(shape.layer.value_elements))
     q = t.gep("%q", t.mul(token, "%ldq"))
     out = t.gep("%out", t.mul(token, "%ldo"))
     return _Place(

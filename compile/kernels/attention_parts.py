@@ -1,10 +1,16 @@
-"""The inner pieces of attention: storing keys and values, one span of positions, merging spans."""
+"""The inner pieces of attention: one span of positions, merging spans."""
 
 from dataclasses import dataclass
 
 from buddy_pipeline.compile.kernels import vector_math as vm
-from buddy_pipeline.compile.kernels.step import step_word, thread_share
-from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SPAN, StepWord
+from buddy_pipeline.compile.kernels.step import step_word
+from buddy_pipeline.compile.manifest import (
+    KV_BLOCK,
+    KV_SCALE_BLOCK,
+    KV_SPAN,
+    KvLayer,
+    StepWord,
+)
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
@@ -17,7 +23,7 @@ class AttentionShape:
     value: int  # elements of a value head
     group: int  # query heads that share a KV head
     softcap: bool
-    cache: str  # type of cached elements: "f32", "bf16" or "f16"
+    cache: str  # type of cached elements: "f32", "bf16", "f16" or "int8"
 
     @property
     def name(self) -> str:
@@ -26,14 +32,24 @@ class AttentionShape:
         return f"bp_attention_{self.cache}_k{self.key}_v{self.value}_g{self.group}{cap}"
 
     @property
+    def layer(self) -> KvLayer:
+        """How one KV head lies in the cache."""
+        return KvLayer(1, self.key, self.value, self.cache)
+
+    @property
     def value_stride(self) -> int:
-        """Elements of one cached value row."""
-        return -(-self.value // 16) * 16
+        """Numbers of one cached value row."""
+        return self.layer.value_stride
 
     @property
     def element(self) -> str:
         """The MLIR type of cached elements."""
-        return self.cache
+        return "i8" if self.is_int8 else self.cache
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether cached elements are bytes with scales."""
+        return self.cache == "int8"
 
 
 @dataclass(frozen=True)
@@ -60,7 +76,7 @@ class Rows:
 
 def token_parts(target: Target, shape: AttentionShape) -> list[Rows]:
     """The tiles that one token's heads go through, in order: parts of equal and smaller size."""
-    most = _most_rows(target)
+    most = _most_rows(target, shape)
     return [Rows(1, min(most, shape.group - start)) for start in range(0, shape.group, most)]
 
 
@@ -68,14 +84,16 @@ def rows_of(target: Target, shape: AttentionShape) -> list[Rows]:
     """The different tiles that a kernel is made of: those of one token, and as many neighbouring
     tokens as fit the registers."""
     single = dict.fromkeys(token_parts(target, shape))
-    together = _most_rows(target) // shape.group
+    together = _most_rows(target, shape) // shape.group
     return [*single] if together < 2 else [*single, Rows(together, shape.group)]
 
 
-def _most_rows(target: Target) -> int:
-    """Query rows whose score vectors fit the registers beside the key vectors and one broadcast."""
+def _most_rows(target: Target, shape: AttentionShape) -> int:
+    """Query rows whose score vectors fit the registers beside the key vectors, their scales where
+    they have any, and one broadcast."""
     vectors = KV_BLOCK // target.lanes
-    return max(1, (target.registers - vectors - 1) // vectors)
+    beside = 2 * vectors if shape.is_int8 else vectors
+    return max(1, (target.registers - beside - 1) // vectors)
 
 
 def state_bytes(target: Target, shape: AttentionShape, rows: int) -> int:
@@ -90,58 +108,6 @@ def layer_base(t: Text, shape: AttentionShape, slot: str) -> tuple[str, str]:
     base = t.load(t.gep(bases, slot, "!llvm.ptr"), "!llvm.ptr", 8)
     capacity = t.load(t.gep(capacities, slot, "i64"), "i64", 8)
     return t.gep(base, t.mul(capacity, "%kv_offset"), shape.element), capacity
-
-
-def emit_store(t: Text, target: Target, shape: AttentionShape) -> None:
-    """`store_kv(…)`: writes keys and values of this thread's tokens into the cache."""
-    args = [("k", "!llvm.ptr"), ("ldk", "i64"), ("v", "!llvm.ptr"), ("ldv", "i64")]
-    args += [("kv_heads", "i64"), ("kv_offset", "i64"), ("step", "!llvm.ptr"), ("tid", "i64")]
-    lanes, element = target.lanes, shape.element
-    vector, cached = f"vector<{lanes}xf32>", f"vector<{lanes}x{element}>"
-    align = 4 if element == "f32" else 2
-
-    with t.function("store_kv", args, private=True):
-        zero, one, block = t.constant(0), t.constant(1), t.constant(KV_BLOCK)
-        tokens, team = step_word(t, StepWord.TOKENS), step_word(t, StepWord.TEAM)
-        positions = step_word(t, StepWord.POSITIONS, "!llvm.ptr")
-        slots = step_word(t, StepWord.SLOTS, "!llvm.ptr")
-        low, high = thread_share(t, tokens, "%tid", team)
-        with t.loop(low, high, one) as token:
-            position = t.load(t.gep(positions, token.index, "i64"), "i64", 8)
-            slot = t.load(t.gep(slots, token.index, "i64"), "i64", 8)
-            keys, capacity = layer_base(t, shape, slot)
-            key_head = t.mul(capacity, t.constant(shape.key))
-            values = t.gep(keys, t.mul(key_head, "%kv_heads"), element)
-            value_head = t.mul(capacity, t.constant(shape.value_stride))
-            number = t.binary("arith.divui", position, block)
-            lane = t.binary("arith.remui", position, block)
-            with t.loop(zero, "%kv_heads", one) as head:
-                source = t.gep("%k", t.mul(token.index, "%ldk"))
-                source = t.gep(source, t.mul(head.index, t.constant(shape.key)))
-                to = t.gep(keys, t.mul(head.index, key_head), element)
-                to = t.gep(to, t.mul(number, t.constant(shape.key * KV_BLOCK)), element)
-                to = t.gep(to, lane, element)
-                with t.loop(zero, t.constant(shape.key), one) as d:
-                    number_of = t.load(t.gep(source, d.index), "f32")
-                    number_of = vm.narrowed(t, number_of, element, vm.Lanes(0), target)
-                    place = t.gep(to, t.mul(d.index, block), element)
-                    t.store(number_of, place, element, align)
-                source = t.gep("%v", t.mul(token.index, "%ldv"))
-                source = t.gep(source, t.mul(head.index, t.constant(shape.value)))
-                to = t.gep(values, t.mul(head.index, value_head), element)
-                to = t.gep(to, t.mul(position, t.constant(shape.value_stride)), element)
-                whole = shape.value // lanes * lanes
-                for e in range(0, whole, lanes):
-                    value = t.load(t.gep(source, e), vector)
-                    value = vm.narrowed(t, value, element, vm.Lanes(lanes), target)
-                    t.store(value, t.gep(to, e, element), cached, align)
-                for e in range(whole, shape.value):
-                    value = t.load(t.gep(source, e), "f32")
-                    value = vm.narrowed(t, value, element, vm.Lanes(0), target)
-                    t.store(value, t.gep(to, e, element), element, align)
-                for e in range(shape.value, shape.value_stride):
-                    t.store(t.constant(0.0, element), t.gep(to, e, element), element, align)
-        t.line("return")
 
 
 _SPAN_ARGS = [
@@ -232,38 +198,59 @@ class _Span:
             lasts.append(last)
         return firsts, lasts
 
-    def _widened(self, pointer: str) -> str:
-        """One vector of cached elements as f32."""
+    def _widened(self, pointer: str, scale: str | None) -> str:
+        """One vector of cached elements as f32; `scale` is that of int8 elements."""
         t, element = self.t, self.shape.element
         if element == "f32":
             return t.load(pointer, self.vector)
         cached = f"vector<{self.lanes}x{element}>"
-        value = t.load(pointer, cached, 2)
-        return t.op(f"arith.extf {value} : {cached} to {self.vector}")
+        value = t.load(pointer, cached, self.shape.layer.element_bytes)
+        if scale is None:
+            return t.op(f"arith.extf {value} : {cached} to {self.vector}")
+        words = f"vector<{self.lanes}xi32>"
+        whole = t.op(f"arith.extsi {value} : {cached} to {words}")
+        number = t.op(f"arith.sitofp {whole} : {words} to {self.vector}")
+        return t.binary("arith.mulf", number, scale, self.vector)
 
     def _scores(self, start: str) -> dict[tuple[int, int], str]:
         """Dot products of every row with the block's keys: one chain over the key dimension."""
         t, shape, element = self.t, self.shape, self.shape.element
-        keys = t.gep("%keys", t.mul(start, t.constant(shape.key)), element)
+        keys = t.gep("%keys", t.mul(start, t.constant(shape.layer.key_elements)), element)
         queries = ["%q"]
         for _ in range(1, self.rows.tokens):
             queries.append(t.gep(queries[-1], "%ldq"))
         places = [(r, j) for r in range(self.rows.count) for j in range(self.vectors)]
-        begun = [(self.empty, self.vector)] * len(places)
-        with t.loop(self.zero, t.constant(shape.key), self.one, begun) as depth:
-            row = t.gep(keys, t.mul(depth.index, self.block), element)
-            loaded = [
-                self._widened(t.gep(row, j * self.lanes, element)) for j in range(self.vectors)
-            ]
-            at_depth = [t.gep(query, depth.index) for query in queries]
-            query = ""
-            for chain, (r, j) in zip(depth.carried, places, strict=True):
-                if j == 0:
-                    token, head = divmod(r, self.rows.heads)
-                    scalar = t.load(t.gep(at_depth[token], head * shape.key), "f32")
-                    query = t.broadcast(scalar, self.vector)
-                depth.next.append(t.fma(query, loaded[j], chain, self.vector))
-        return dict(zip(places, depth.results, strict=True))
+        chains = [self.empty] * len(places)
+        part = KV_SCALE_BLOCK if shape.is_int8 else shape.key
+        for low in range(0, shape.key, part):
+            scales = self._key_scales(keys, low // part)
+            high = min(low + part, shape.key)
+            begun = [(chain, self.vector) for chain in chains]
+            with t.loop(t.constant(low), t.constant(high), self.one, begun) as depth:
+                row = t.gep(keys, t.mul(depth.index, self.block), element)
+                loaded = [
+                    self._widened(t.gep(row, j * self.lanes, element), scales[j])
+                    for j in range(self.vectors)
+                ]
+                at_depth = [t.gep(query, depth.index) for query in queries]
+                query = ""
+                for chain, (r, j) in zip(depth.carried, places, strict=True):
+                    if j == 0:
+                        token, head = divmod(r, self.rows.heads)
+                        scalar = t.load(t.gep(at_depth[token], head * shape.key), "f32")
+                        query = t.broadcast(scalar, self.vector)
+                    depth.next.append(t.fma(query, loaded[j], chain, self.vector))
+            chains = depth.results
+        return dict(zip(places, chains, strict=True))
+
+    def _key_scales(self, keys: str, number: int) -> list[str | None]:
+        """The scales of 32 elements of a block of keys, a vector of positions each."""
+        if not self.shape.is_int8:
+            return [None] * self.vectors
+        t = self.t
+        first = t.gep(keys, self.shape.key * KV_BLOCK, "i8")
+        places = [number * KV_BLOCK + j * self.lanes for j in range(self.vectors)]
+        return [t.load(t.gep(first, place), self.vector) for place in places]
 
     def _masks(self, start: str) -> list[list[str]]:
         """For each token and vector of the block: which positions the token sees."""
@@ -367,9 +354,10 @@ class _Span:
     def _chains(self, start: str, rows: list[int], factors: list[str], low: str, high: str) -> None:
         """Positions start + low … start + high - 1 for some rows, a few columns at a time."""
         t, shape, vector, lanes = self.t, self.shape, self.vector, self.lanes
-        stride = shape.value_stride
+        stride = shape.layer.value_elements
         values = t.gep("%values", t.mul(start, t.constant(stride)), shape.element)
-        width = max(1, min(self.columns, (self.target.registers - 2) // (len(rows) + 1)))
+        beside = 3 if shape.is_int8 else 2  # a weight, and a scale
+        width = max(1, min(self.columns, (self.target.registers - beside) // (len(rows) + 1)))
         for c in range(0, self.columns, width):
             chunk = range(c, min(self.columns, c + width))
             cells = [(r, column) for r in rows for column in chunk]
@@ -379,7 +367,10 @@ class _Span:
                 begun.append((t.binary("arith.mulf", so_far, factors[r], vector), vector))
             with t.loop(low, high, self.one, begun) as position:
                 row = t.gep(values, t.mul(position.index, t.constant(stride)), shape.element)
-                loaded = [self._widened(t.gep(row, at * lanes, shape.element)) for at in chunk]
+                scales = self._value_scales(row, chunk)
+                loaded = [
+                    self._widened(t.gep(row, at * lanes, shape.element), scales[at]) for at in chunk
+                ]
                 weight = ""
                 for chain, (r, column) in zip(position.carried, cells, strict=True):
                     if column == c:
@@ -388,6 +379,19 @@ class _Span:
                     position.next.append(t.fma(weight, loaded[column - c], chain, vector))
             for result, (r, column) in zip(position.results, cells, strict=True):
                 t.store(result, t.gep(self.sums[r], column * lanes), vector)
+
+    def _value_scales(self, row: str, chunk: range) -> dict[int, str | None]:
+        """For each vector of a value: its scale in all lanes."""
+        if not self.shape.is_int8:
+            return dict.fromkeys(chunk)
+        t = self.t
+        first = t.gep(row, self.shape.value_stride, "i8")
+        block_of = {at: at * self.lanes // KV_SCALE_BLOCK for at in chunk}
+        scales = {
+            block: t.broadcast(t.load(t.gep(first, block), "f32"), self.vector)
+            for block in dict.fromkeys(block_of.values())
+        }
+        return {at: scales[block] for at, block in block_of.items()}
 
 
 def emit_merge(t: Text, target: Target, shape: AttentionShape, rows: int) -> None:

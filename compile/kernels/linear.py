@@ -2,15 +2,24 @@
 
 Weights lie in panels of `Target.panel` outputs side by side over all of K, in a weight format (see
 `formats`), so that one token streams them once and many tokens reuse a panel from cache. Every
-output is one chain of multiply-adds over k = 0, 1, …, K-1, started from the bias: tiles, cache
-blocks and threads only decide who computes which chain, so results are bit-identical for any token
-count and team.
+output is one chain of multiply-adds over k = 0, 1, …, K-1, started from the bias (from zero where
+the format has a scale for each output: chain · scale + bias is the last step): tiles, cache blocks
+and threads only decide who computes which chain, so results are bit-identical for any token count
+and team.
 """
 
 from functools import partial
 
-from buddy_pipeline.compile.formats.base import BLOCK_K, TileShape, WeightFormat, row_bytes
-from buddy_pipeline.compile.kernels import vector_math as vm
+from buddy_pipeline.compile.formats.base import (
+    BLOCK_K,
+    TileShape,
+    WeightFormat,
+    activation_bytes,
+    head_bytes,
+    panels_for,
+    row_bytes,
+    tile_rows,
+)
 from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
@@ -44,15 +53,8 @@ def linear_name(form: WeightFormat) -> str:
 def linear_scratch_bytes(target: Target, form: WeightFormat, depth: int) -> int:
     """Bytes of scratch per thread that the kernel needs for K = `depth`."""
     blocks = -(-depth // BLOCK_K)
-    rows = max(BLOCK_TILES, blocks) * target.tile_rows
-    return rows * row_bytes(form.activation_bytes(target))
-
-
-def panels_for(target: Target, rows: int) -> int:
-    """Panels that a tile of `rows` tokens takes at once when tokens are few: enough independent
-    chains to hide the latency of the multiply-add, and several streams from memory."""
-    most = (target.registers - 1) // (target.panel_vectors * (rows + 1))
-    return max(1, min(4, most))
+    rows = max(BLOCK_TILES, blocks) * tile_rows(target, form)
+    return rows * row_bytes(form.activation(target))
 
 
 def emit_linear(target: Target, form: WeightFormat) -> str:
@@ -60,10 +62,18 @@ def emit_linear(target: Target, form: WeightFormat) -> str:
     return str(_Linear(target, form).emit())
 
 
-_TILE_KINDS = ["!llvm.ptr", "!llvm.ptr", "i64", "!llvm.ptr", "i64", "i64", "!llvm.ptr", "i1"]
-_TILE_ARGS = list(
-    zip(["a", "w", "wstride", "c", "ldc", "depth", "bias", "first"], _TILE_KINDS, strict=True)
-)
+_TILE_ARGS = [
+    ("a", "!llvm.ptr"),
+    ("w", "!llvm.ptr"),
+    ("wstride", "i64"),
+    ("c", "!llvm.ptr"),
+    ("ldc", "i64"),
+    ("depth", "i64"),
+    ("bias", "!llvm.ptr"),
+    ("scales", "!llvm.ptr"),
+    ("first", "i1"),
+    ("last", "i1"),
+]
 _RANGE_ARGS = [
     ("a", "!llvm.ptr"),
     ("out", "!llvm.ptr"),
@@ -90,13 +100,14 @@ class _Linear:
         self.t = Text()
         self.target = target
         self.form = form
-        self.activation = form.activation_bytes(target)
+        self.activation = form.activation(target)
         self.row_bytes = row_bytes(self.activation)
+        self.tile_rows = tile_rows(target, form)
         self.vector = f"vector<{target.lanes}xf32>"
 
     def emit(self) -> Text:
         """All functions, callees first."""
-        sizes = range(1, self.target.tile_rows + 1)
+        sizes = range(1, self.tile_rows + 1)
         shapes = {TileShape(rows, panels) for rows in sizes for panels in (1, self._group(rows))}
         for shape in sorted(shapes, key=lambda s: (s.rows, s.panels)):
             self._tile(shape)
@@ -108,17 +119,20 @@ class _Linear:
         return self.t
 
     def _group(self, rows: int) -> int:
-        return panels_for(self.target, rows)
+        return panels_for(self.target, self.form, rows)
 
     def _tile(self, shape: TileShape) -> None:
-        """`tile(a, w, wstride, c, ldc, depth, bias, first)`: c[rows][panels·panel] (+)= a · w.
+        """`tile(a, w, wstride, c, ldc, depth, bias, scales, first, last)`: c[rows][panels·panel]
+        (+)= a · w.
 
-        Rows of `a` are `row_bytes` apart, panels of `w` `wstride` bytes; `first` says whether
-        chains start from the bias or go on from what c holds.
+        Rows of `a` are `row_bytes` apart, panels of `w` and their `scales` `wstride` bytes; `first`
+        says whether chains begin or go on from what c holds, `last` whether they end here.
         """
         t, target, form = self.t, self.target, self.form
         lanes, vector = target.lanes, self.vector
         align = lanes * 4
+        unit_bytes = form.unit_bytes(target.panel)
+        unit_inputs = activation_bytes(self.activation, form.unit)
         places = shape.places(target)
         with t.function(_tile_name(shape), _TILE_ARGS, private=True):
             zero, one = t.constant(0), t.constant(1)
@@ -132,16 +146,16 @@ class _Linear:
 
             def steps(number: str, accumulators: list[str], count: int) -> list[str]:
                 """`count` units of every chain, from unit `number` on."""
-                offset = t.mul(number, t.constant(form.unit_bytes(target.panel)))
-                inputs = t.gep("%a", t.mul(number, t.constant(form.unit * self.activation)), "i8")
+                offset = t.mul(number, t.constant(unit_bytes))
+                inputs = t.gep("%a", t.mul(number, t.constant(unit_inputs)), "i8")
                 bases = [t.gep(panel, offset, "i8") for panel in panels]
                 for step in range(count):
                     accumulators = form.emit_unit(
                         t,
                         target,
                         shape,
-                        [t.gep(b, step * form.unit_bytes(target.panel), "i8") for b in bases],
-                        t.gep(inputs, step * form.unit * self.activation, "i8"),
+                        [t.gep(b, step * unit_bytes, "i8") for b in bases],
+                        t.gep(inputs, step * unit_inputs, "i8"),
                         accumulators,
                     )
                 return accumulators
@@ -157,61 +171,78 @@ class _Linear:
                 with t.loop(whole, units, one, [(r, vector) for r in results]) as tail:
                     tail.next = steps(tail.index, tail.carried, 1)
                 results = tail.results
+            if form.scaled:
+                unscaled = results
+                results = t.choose(
+                    "%last",
+                    lambda: self._scaled(shape, unscaled),
+                    lambda: unscaled,
+                    [vector] * len(places),
+                )
             for result, out in zip(results, outputs, strict=True):
                 t.store(result, out, vector, align)
             t.line("return")
 
     def _start(self, shape: TileShape, outputs: list[str]) -> list[str]:
         """What the chains of a tile go on from: the bias, zero, or the outputs so far."""
-        t, target = self.t, self.target
-        lanes, vector = target.lanes, self.vector
-        places = shape.places(target)
-        columns = [(p, v) for p in range(shape.panels) for v in range(target.panel_vectors)]
+        t, vector = self.t, self.vector
+        places = shape.places(self.target)
+
+        def begin() -> list[str]:
+            if self.form.scaled:
+                return [t.constant(0.0, vector)] * len(places)
+            starts = self._bias_or_zero(shape)
+            return [starts[p, v] for _, p, v in places]
+
+        def so_far() -> list[str]:
+            return [t.load(out, vector, self.target.lanes * 4) for out in outputs]
+
+        return t.choose("%first", begin, so_far, [vector] * len(places))
+
+    def _bias_or_zero(self, shape: TileShape) -> dict[tuple[int, int], str]:
+        """The bias of each (panel, vector)."""
+        t, target, vector = self.t, self.target, self.vector
+        columns = self._columns(shape)
 
         def bias() -> list[str]:
-            at = [t.gep("%bias", p * target.panel + v * lanes) for p, v in columns]
-            return [t.load(place, vector, lanes * 4) for place in at]
+            at = [t.gep("%bias", p * target.panel + v * target.lanes) for p, v in columns]
+            return [t.load(place, vector, target.lanes * 4) for place in at]
 
         def nothing() -> list[str]:
             return [t.constant(0.0, vector)] * len(columns)
 
-        def bias_or_zero() -> list[str]:
-            starts = t.choose(t.is_null("%bias"), nothing, bias, [vector] * len(columns))
-            by_column = dict(zip(columns, starts, strict=True))
-            return [by_column[p, v] for _, p, v in places]
+        chosen = t.choose(t.is_null("%bias"), nothing, bias, [vector] * len(columns))
+        return dict(zip(columns, chosen, strict=True))
 
-        def so_far() -> list[str]:
-            return [t.load(out, vector, lanes * 4) for out in outputs]
+    def _scaled(self, shape: TileShape, chains: list[str]) -> list[str]:
+        """chain · scale + bias of every accumulator."""
+        t, target, vector = self.t, self.target, self.vector
+        bias = self._bias_or_zero(shape)
+        scales, panel = {}, "%scales"
+        for p, v in self._columns(shape):
+            if p and not v:
+                panel = t.gep(panel, "%wstride", "i8")
+            scales[p, v] = t.load(t.gep(panel, v * target.lanes), vector, target.lanes * 4)
+        return [
+            t.fma(chain, scales[p, v], bias[p, v], vector)
+            for chain, (_, p, v) in zip(chains, shape.places(target), strict=True)
+        ]
 
-        return t.choose("%first", bias_or_zero, so_far, [vector] * len(places))
+    def _columns(self, shape: TileShape) -> list[tuple[int, int]]:
+        return [(p, v) for p in range(shape.panels) for v in range(self.target.panel_vectors)]
 
     def _copy_rows(self) -> None:
         """`copy_rows(x, ldx, to, rows, depth)`: rows of x as tiles read them, `row_bytes` apart.
 
-        Rows are rounded to bf16 for formats that multiply it, and end in zeros up to a whole unit.
+        Rows are packed in the format's kind of activation, and end in zeros up to a whole unit.
         """
-        t, lanes, vector = self.t, self.target.lanes, self.vector
-        element = "bf16" if self.activation == 2 else "f32"
+        t = self.t
         with t.function("copy_rows", _COPY_ARGS, private=True):
-            zero, one, width = t.constant(0), t.constant(1), t.constant(lanes)
-            whole = t.binary("arith.subi", "%depth", t.op(f"arith.remui %depth, {width} : i64"))
             end = t.mul(_ceil_div(t, "%depth", self.form.unit), t.constant(self.form.unit))
-            nothing = t.constant(0.0, element)
-
-            with t.loop(zero, "%rows", one) as row:
+            with t.loop(t.constant(0), "%rows", t.constant(1)) as row:
                 source = t.gep("%x", t.mul(row.index, "%ldx"))
                 to = t.gep("%to", t.mul(row.index, t.constant(self.row_bytes)), "i8")
-                narrow = f"vector<{lanes}x{element}>"
-                with t.loop(zero, whole, width) as k:
-                    value = t.load(t.gep(source, k.index), vector)
-                    value = vm.narrowed(t, value, element, vm.Lanes(lanes), self.target)
-                    t.store(value, t.gep(to, k.index, element), narrow, self.activation)
-                with t.loop(whole, "%depth", one) as k:
-                    value = t.load(t.gep(source, k.index), "f32")
-                    value = vm.narrowed(t, value, element, vm.Lanes(0), self.target)
-                    t.store(value, t.gep(to, k.index, element), element, self.activation)
-                with t.loop("%depth", end, one) as k:
-                    t.store(nothing, t.gep(to, k.index, element), element, self.activation)
+                self.activation.emit_row(t, self.target, source, to, "%depth", end)
             t.line("return")
 
     def _few_tokens(self, rows: int) -> None:
@@ -223,16 +254,18 @@ class _Linear:
             panel_size = self._panel_bytes()
 
             def tile(shape: TileShape, panel: str) -> None:
-                w = t.gep("%w", t.mul(panel, panel_size), "i8")
+                scales = t.gep("%w", t.mul(panel, panel_size), "i8")
                 c = t.gep("%out", t.mul(panel, t.constant(self.target.panel)))
                 bias = self._bias_at(panel)
                 with t.loop(zero, "%depth", block) as k:
                     depth = self._block_depth(k.index)
                     number = t.binary("arith.divui", k.index, block)
                     a = t.gep("%a", t.mul(number, t.constant(rows * self.row_bytes)), "i8")
-                    wk = self._weights_at(w, k.index)
-                    first = t.compare("eq", k.index, zero)
-                    self._call_tile(shape, [a, wk, panel_size, c, "%ldo", depth, bias, first])
+                    wk = self._weights_at(scales, k.index)
+                    ends = self._ends(k.index, depth)
+                    self._call_tile(
+                        shape, [a, wk, panel_size, c, "%ldo", depth, bias, scales, *ends]
+                    )
 
             group, low = self._group(rows), "%low"
             if group > 1:
@@ -252,7 +285,7 @@ class _Linear:
         with t.function("many_tokens", args, private=True):
             zero, one, block = t.constant(0), t.constant(1), t.constant(BLOCK_K)
             panel_size = self._panel_bytes()
-            blocks = _ceil_div(t, "%tokens", target.tile_rows * BLOCK_TILES)
+            blocks = _ceil_div(t, "%tokens", self.tile_rows * BLOCK_TILES)
             with t.loop(zero, blocks, one) as b:
                 # The part of this thread's unit range that lies in token block b.
                 base = t.mul(b.index, "%panels")
@@ -260,16 +293,16 @@ class _Linear:
                 high = t.binary("arith.minsi", t.binary("arith.subi", "%high", base), "%panels")
                 row_low, row_high = thread_share(t, "%tokens", b.index, blocks)
                 rows = t.binary("arith.subi", row_high, row_low)
-                tiles = _ceil_div(t, rows, target.tile_rows)
+                tiles = _ceil_div(t, rows, self.tile_rows)
                 mine = t.compare("slt", low, high)
                 with t.loop(zero, t.select(mine, "%depth", zero, "i64"), block) as k:
                     depth = self._block_depth(k.index)
-                    first = t.compare("eq", k.index, zero)
+                    ends = self._ends(k.index, depth)
                     x = t.gep(t.gep("%x", t.mul(row_low, "%ldx")), k.index)
                     self._call_copy([x, "%ldx", "%scratch", rows, depth])
                     with t.loop(low, high, one) as panel:
-                        w = t.gep("%w", t.mul(panel.index, panel_size), "i8")
-                        w = self._weights_at(w, k.index)
+                        scales = t.gep("%w", t.mul(panel.index, panel_size), "i8")
+                        w = self._weights_at(scales, k.index)
                         column = t.mul(panel.index, t.constant(target.panel))
                         bias = self._bias_at(panel.index)
                         with t.loop(zero, tiles, one) as tile:
@@ -277,19 +310,19 @@ class _Linear:
                             a = t.gep("%scratch", t.mul(start, t.constant(self.row_bytes)), "i8")
                             row = t.add(row_low, start)
                             c = t.gep(t.gep("%out", t.mul(row, "%ldo")), column)
-                            call = [a, w, panel_size, c, "%ldo", depth, bias, first]
+                            call = [a, w, panel_size, c, "%ldo", depth, bias, scales, *ends]
                             t.switch(
                                 t.binary("arith.subi", end, start),
                                 {
                                     size: partial(self._call_tile, TileShape(size, 1), call)
-                                    for size in range(1, target.tile_rows + 1)
+                                    for size in range(1, self.tile_rows + 1)
                                 },
                             )
             t.line("return")
 
     def _entry(self) -> None:
         """The kernel: chooses by token count who computes what."""
-        t, most = self.t, self.target.tile_rows
+        t, most = self.t, self.tile_rows
         with t.function(linear_name(self.form), SIGNATURE):
             zero, block = t.constant(0), t.constant(BLOCK_K)
             low, high = thread_share(t, "%panels", "%tid", "%team")
@@ -315,14 +348,23 @@ class _Linear:
 
     def _panel_bytes(self) -> str:
         """Bytes of one panel of this matrix."""
-        units = _ceil_div(self.t, "%depth", self.form.unit)
-        return self.t.mul(units, self.t.constant(self.form.unit_bytes(self.target.panel)))
+        t, form, panel = self.t, self.form, self.target.panel
+        units = _ceil_div(t, "%depth", form.unit)
+        size = t.mul(units, t.constant(form.unit_bytes(panel)))
+        return t.add(size, t.constant(head_bytes(form, panel))) if form.scaled else size
 
     def _weights_at(self, panel: str, k: str) -> str:
         """Address of depth k (a multiple of BLOCK_K) in a panel."""
         number = self.t.binary("arith.divui", k, self.t.constant(self.form.unit))
         size = self.t.constant(self.form.unit_bytes(self.target.panel))
-        return self.t.gep(panel, self.t.mul(number, size), "i8")
+        first = self.t.gep(panel, head_bytes(self.form, self.target.panel), "i8")
+        return self.t.gep(first, self.t.mul(number, size), "i8")
+
+    def _ends(self, k: str, depth: str) -> tuple[str, str]:
+        """Whether the block of `depth` at k is the first of K, and whether it is the last."""
+        t = self.t
+        first = t.compare("eq", k, t.constant(0))
+        return first, t.compare("eq", t.add(k, depth), "%depth")
 
     def _block_depth(self, k: str) -> str:
         """Depth of the K block that starts at k."""
@@ -336,7 +378,8 @@ class _Linear:
         return t.select(t.is_null("%bias"), "%bias", place, "!llvm.ptr")
 
     def _call_tile(self, shape: TileShape, values: list[str]) -> None:
-        self.t.call(_tile_name(shape), list(zip(values, _TILE_KINDS, strict=True)))
+        kinds = [kind for _, kind in _TILE_ARGS]
+        self.t.call(_tile_name(shape), list(zip(values, kinds, strict=True)))
 
     def _call_copy(self, values: list[str]) -> None:
         kinds = [kind for _, kind in _COPY_ARGS]

@@ -95,6 +95,29 @@ class StoredTensor(Protocol):
         """
 
 
+class RecordedTensor(Protocol):
+    """A matrix kept as records; see `compile.formats.quantised_rows`."""
+
+    @property
+    def form(self) -> str:
+        """The name of the row format."""
+
+    def records(self, start: int, stop: int) -> np.ndarray:
+        """Read records of outputs, uint8 [stop - start, bytes of a record]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """What a directory that `quantize` wrote says of itself."""
+
+    variant: str
+    biased: bool
+    """Whether linears with a bias are quantised too."""
+    tensors: Mapping[str, RecordedTensor]
+    """Those that are quantised."""
+
+
 class Checkpoint:
     """A model's configuration, tokenizer source and tensors; see `open_checkpoint`.
 
@@ -103,6 +126,7 @@ class Checkpoint:
         config: the content of a Hugging Face `config.json`.
         tensors: descriptions by Hugging Face name, in file order.
         tokenizer: where the tokenizer comes from.
+        quantisation: how matrices were quantised ahead of time, None if none was.
     """
 
     def __init__(
@@ -111,10 +135,12 @@ class Checkpoint:
         config: dict[str, Any],
         stored: Mapping[str, StoredTensor],
         tokenizer: TokenizerSource,
+        quantisation: Quantisation | None = None,
     ) -> None:
         self.path = path
         self.config = config
         self.tokenizer = tokenizer
+        self.quantisation = quantisation
         self.tensors: Mapping[str, TensorInfo] = MappingProxyType(
             {name: tensor.info for name, tensor in stored.items()}
         )
@@ -177,6 +203,21 @@ class Checkpoint:
         if not info.shape or not 0 <= start <= stop <= info.shape[0]:
             raise IndexError(f"rows {start}:{stop} of tensor {name} with shape {list(info.shape)}")
         return self._stored[name].stored_rows(start, stop)
+
+    def has_records(self, name: str, form: str) -> bool:
+        """Whether the tensor is kept as records of this row format."""
+        if self.quantisation is None or name not in self.quantisation.tensors:
+            return False
+        return self.quantisation.tensors[name].form == form
+
+    def records(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read records of outputs `start` to `stop`, uint8 [stop - start, bytes of a record].
+
+        Whichever way the tensor is oriented, an output has one record. For tensors of which
+        `has_records` is true.
+        """
+        assert self.quantisation is not None
+        return self.quantisation.tensors[name].records(start, stop)
 
     def read(self, name: str) -> np.ndarray:
         """Read a whole tensor as float32 [*shape]; errors as in `read_rows`."""

@@ -42,6 +42,12 @@ def read_config(path: Path) -> dict[str, Any]:
     return open_checkpoint(path).config
 
 
+def has_weights(path: Path) -> bool:
+    """Whether there is more than a configuration at `path`; errors as in `open_checkpoint`."""
+    _check_kind(path)
+    return not path.is_dir() or any(path.glob("*.safetensors*"))
+
+
 def _check_kind(path: Path) -> None:
     if not path.exists():
         raise UserError(f"model {path} does not exist; give a model directory or a .gguf file")

@@ -23,6 +23,7 @@ from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.granularity import Granularity, Sharing
 from buddy_pipeline.compile.service import ensure_objects, ensure_plan, verify_split
 from buddy_pipeline.compile.target import host_target
+from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.launcher.nearest import nearest
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role, layer_ranges
@@ -129,7 +130,7 @@ def _stages(
 ) -> Row:
     target = host_target()
     started = time.perf_counter()
-    plan, times = ensure_plan(config, "f32", target, cache, granularity)
+    plan, times = ensure_plan(config, VARIANTS["f32"], target, cache, granularity)
     planned = time.perf_counter()
     ranges = layer_ranges(plan.layers, world)
     faults = verify_split(plan, config["model_type"], ranges, cache).violations

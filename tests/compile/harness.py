@@ -20,7 +20,7 @@ from buddy_pipeline.compile.kernels import attention, driver, embedding, linear
 from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.lowering import lower_kernel
-from buddy_pipeline.compile.manifest import KV_SPAN, SPLIT_UNITS, KvLayer, StepWord
+from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SPAN, SPLIT_UNITS, KvLayer, StepWord
 from buddy_pipeline.compile.target import Target, host_target, named_target
 from buddy_pipeline.ranks.kv_cache import KvCache
 from buddy_pipeline.ranks.memory_blocks import aligned_zeros
@@ -29,8 +29,8 @@ from buddy_pipeline.ranks.memory_blocks import aligned_zeros
 ROUNDOFF = 2.0**-24
 
 #: Cached elements as NumPy sees them; all bits of a 16-bit word but the sign are a NaN in bf16 and
-#: in f16.
-_CACHED = {"f32": np.float32, "bf16": np.uint16, "f16": np.uint16}
+#: in f16, and four bytes of ones are a NaN as a scale.
+_CACHED = {"f32": np.float32, "bf16": np.uint16, "f16": np.uint16, "int8": np.uint8}
 _CTYPES = {"!llvm.ptr": ctypes.c_void_p, "i64": ctypes.c_int64, "f32": ctypes.c_float}
 
 Arguments = Sequence[Any]
@@ -113,12 +113,27 @@ def rows_of(array: np.ndarray, stride: int | None = None) -> np.ndarray:
 
 
 def rounded(values: np.ndarray, dtype: str) -> np.ndarray:
-    """float32 numbers rounded to the nearest of "f32", "bf16" or "f16", ties to even."""
+    """float32 numbers rounded to the nearest of "f32", "bf16" or "f16", ties to even, or in "int8"
+    blocks of 32 along the last axis to multiples of their largest / 127."""
     if dtype == "f32":
         return values
+    if dtype == "int8":
+        return _int8_blocks(values)
     if dtype == "f16":
         return values.astype(np.float16).astype(np.float32)
     return (bf16_bits(values).astype(np.uint32) << 16).view(np.float32)
+
+
+def _int8_blocks(values: np.ndarray) -> np.ndarray:
+    result = np.empty_like(values)
+    for first in range(0, values.shape[-1], 32):
+        block = values[..., first : first + 32]
+        largest = np.abs(block).max(axis=-1, keepdims=True)
+        # A product of two float32 is exact in float64, so this rounds once, as the kernel does.
+        inverse = (np.float32(127) / largest).astype(np.float64)
+        whole = np.rint(block.astype(np.float64) * inverse)
+        result[..., first : first + 32] = whole.astype(np.float32) * (largest / np.float32(127))
+    return result
 
 
 def bf16_bits(values: np.ndarray) -> np.ndarray:
@@ -128,15 +143,11 @@ def bf16_bits(values: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(values), 0x7FC0, upper).astype(np.uint16)
 
 
-def panels_of(weight: np.ndarray, target: Target, form: WeightFormat) -> np.ndarray:
-    """[outputs, inputs], rounded to the format's numbers, as packed panels."""
-    outputs, inputs = weight.shape
-    count = -(-outputs // target.panel)
-    panels = aligned_zeros((count, panel_bytes(form, inputs, target.panel)), np.uint8)
-    if form.source == "f32":
-        form.pack(weight, panels)
-    else:
-        form.pack(bf16_bits(weight) if form.source == "bf16" else weight.astype(np.float16), panels)
+def panels_of(rows: np.ndarray, depth: int, target: Target, form: WeightFormat) -> np.ndarray:
+    """Rows of `depth` elements, in the format's own type, as packed panels."""
+    count = -(-len(rows) // target.panel)
+    panels = aligned_zeros((count, panel_bytes(form, depth, target.panel)), np.uint8)
+    form.pack(rows, panels)
     return panels
 
 
@@ -149,10 +160,22 @@ def run_linear(
     form: str = "f32",
 ) -> np.ndarray:
     """x [tokens, inputs] · weightᵀ [outputs, inputs] + bias through the linear kernel."""
+    return run_linear_rows(target, x, FORMATS[form].from_f32(weight), bias, team, form)
+
+
+def run_linear_rows(
+    target: Target,
+    x: np.ndarray,
+    rows_stored: np.ndarray,
+    bias: np.ndarray | None = None,
+    team: int = 1,
+    form: str = "f32",
+) -> np.ndarray:
+    """The same on weights in the format's own type."""
     tokens, depth = x.shape
-    outputs = len(weight)
+    outputs = len(rows_stored)
     kernel = _linear_kernel(target, form)
-    packed = panels_of(weight, target, FORMATS[form])
+    packed = panels_of(rows_stored, depth, target, FORMATS[form])
     width = packed.shape[0] * target.panel
     padded_bias = None
     if bias is not None:
@@ -197,16 +220,24 @@ def run_embedding(
     target: Target, ids: np.ndarray, table: np.ndarray, team: int = 1, form: str = "f32"
 ) -> np.ndarray:
     """table [vocabulary, depth] [ids] through the embedding kernel."""
+    rows = FORMATS[form].from_f32(table)
+    return run_embedding_rows(target, ids, rows, table.shape[1], team, form)
+
+
+def run_embedding_rows(
+    target: Target, ids: np.ndarray, rows: np.ndarray, depth: int, team: int, form: str
+) -> np.ndarray:
+    """The same on a table in the format's own type."""
     kernel = _embedding_kernel(target, form)
-    packed = panels_of(table, target, FORMATS[form])
-    out = aligned((len(ids) + 1, row_stride(table.shape[1])), 7.0)
+    packed = panels_of(rows, depth, target, FORMATS[form])
+    out = aligned((len(ids) + 1, row_stride(depth)), 7.0)
 
     def work(tid: int) -> None:
-        kernel(ids, 1, packed, out, out.shape[1], len(ids), table.shape[1], tid, team)
+        kernel(ids, 1, packed, out, out.shape[1], len(ids), depth, tid, team)
 
     in_team(team, work)
-    assert (out[:, table.shape[1] :] == 7.0).all() and (out[len(ids) :] == 7.0).all()
-    return out[: len(ids), : table.shape[1]]
+    assert (out[:, depth:] == 7.0).all() and (out[len(ids) :] == 7.0).all()
+    return out[: len(ids), :depth]
 
 
 @functools.cache
@@ -238,9 +269,11 @@ class Attending:
         self._partial_bytes = attention.partial_bytes(target, shape)
         layer = KvLayer(kv_heads, shape.key, shape.value, shape.cache)
         self.cache = KvCache([KvLayer(1, 3, 5, shape.cache), layer], slots, context)
+        self.capacity = -(-context // KV_BLOCK) * KV_BLOCK
+        self.cache.apply([(slot, self.capacity, slot, 0) for slot in range(slots)])
         self.memory = [m.view(_CACHED[shape.cache]) for m in self.cache._memory]
         for memory in self.memory:
-            memory.fill(0x7FFF if memory.dtype == np.uint16 else np.nan)
+            memory.fill({4: np.nan, 2: 0x7FFF, 1: 0xFF}[memory.itemsize])
 
     def step(
         self,
@@ -261,7 +294,7 @@ class Attending:
         out = aligned((tokens + 1, row_stride(width)), 7.0)
         stride = self._scratch_bytes + 64
         scratch = aligned((team * stride // 4,))
-        spans = -(-self.cache.capacity // KV_SPAN)
+        spans = -(-self.capacity // KV_SPAN)
         partials = aligned((SPLIT_UNITS * team * spans * self._partial_bytes // 4 + 16,))
         barrier = aligned_zeros((16,), np.int64)
         record = np.zeros(len(StepWord), np.int64)

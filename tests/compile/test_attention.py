@@ -73,7 +73,11 @@ SHAPES = [
     AttentionShape(36, 36, 32, False, "bf16"),
     AttentionShape(255, 256, 16, False, "f32"),
     AttentionShape(256, 256, 2, True, "bf16"),
+    AttentionShape(64, 64, 3, False, "int8"),
+    AttentionShape(7, 33, 2, True, "int8"),
+    AttentionShape(80, 128, 1, False, "int8"),
 ]
+ODD_SHAPES = [*SHAPES[:4], *SHAPES[-3:]]
 
 
 @on_each_target
@@ -116,7 +120,7 @@ def test_a_window_reads_nothing_before_it(target: Target) -> None:
 
 
 @on_each_target
-@pytest.mark.parametrize("shape", SHAPES[:4], ids=lambda s: s.name.removeprefix("bp_attention_"))
+@pytest.mark.parametrize("shape", ODD_SHAPES, ids=lambda s: s.name.removeprefix("bp_attention_"))
 @pytest.mark.parametrize("window", [0, 40])
 def test_chunks_and_teams_change_no_bit(target: Target, shape: AttentionShape, window: int) -> None:
     sequence = Sequence(shape, 2, 70)
@@ -225,6 +229,40 @@ def test_what_is_not_finite_stays_in_its_sequence(target: Target, bad: float, pl
 
 
 @on_each_target
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("place", ["k", "v"])
+def test_in_int8_what_is_not_finite_takes_its_block_along(
+    target: Target, bad: float, place: str
+) -> None:
+    shape = AttentionShape(40, 40, 1, False, "int8")
+    sequences = [Sequence(shape, 1, 40, seed) for seed in range(2)]
+    owners, places = np.repeat([0, 1], 40), list(range(40)) * 2
+
+    def run() -> np.ndarray:
+        bench = Attending(target, shape, slots=2)
+        parts = [np.concatenate([getattr(s, n) for s in sequences]) for n in "qkv"]
+        return bench.step(*parts, places, owners).reshape(2, 40, 40)
+
+    clean = run()
+    getattr(sequences[1], place)[35, 0, 4] = bad
+    got = run()
+    assert_same_bits(got[0], clean[0])
+    assert_same_bits(got[1, :35], clean[1, :35])
+    assert np.isnan(got[1, 35:, :32]).all()
+    if place == "v":
+        assert_same_bits(got[1, 35:, 32:], clean[1, 35:, 32:])
+
+
+@on_each_target
+def test_zeros_and_tiny_numbers_in_int8(target: Target) -> None:
+    shape = AttentionShape(33, 33, 1, False, "int8")
+    sequence = Sequence(shape, 1, 20)
+    sequence.k[:], sequence.v[:10], sequence.v[10:] = 0.0, 0.0, 1e-44
+    got = Attending(target, shape).step(*sequence.part(slice(None)), range(20))
+    assert (got[:10] == 0).all() and (np.abs(got) <= 1e-44).all()
+
+
+@on_each_target
 def test_a_score_of_minus_infinity_weighs_nothing_beside_finite_ones(target: Target) -> None:
     """Even where it fills a whole block or a whole span of the cache, before finite ones."""
     shape = AttentionShape(4, 4, 1, False, "f32")
@@ -268,6 +306,20 @@ def test_a_slot_used_again_remembers_nothing(target: Target) -> None:
     assert_same_bits(again, fresh)
 
 
+@pytest.mark.parametrize("shape", ODD_SHAPES, ids=lambda s: s.name.removeprefix("bp_attention_"))
+def test_a_slot_that_moves_to_another_capacity_changes_no_bit(shape: AttentionShape) -> None:
+    sequence = Sequence(shape, 2, 90)
+    whole = Attending(host(), shape, kv_heads=2, context=96)
+    expected = whole.step(*sequence.part(slice(None)), range(90))
+    moving = Attending(host(), shape, kv_heads=2, slots=2, context=160)
+    moving.cache.apply([(0, 96, 0, 0)])
+    moving.step(*sequence.part(slice(0, 70)), range(70))
+    moving.cache.apply([(0, 160, 0, 70), (1, 96, 0, 70)])
+    for slot in (0, 1):
+        rest = sequence.part(slice(70, 90))
+        assert_same_bits(moving.step(*rest, range(70, 90), [slot] * 20), expected[70:])
+
+
 @on_each_target
 def test_other_layers_of_the_cache_stay_as_they_are(target: Target) -> None:
     shape = AttentionShape(20, 20, 1, False, "f32")
@@ -275,5 +327,5 @@ def test_other_layers_of_the_cache_stay_as_they_are(target: Target) -> None:
     sequence = Sequence(shape, 1, 64)
     bench.step(*sequence.part(slice(None)), range(64))
     (memory,) = bench.memory
-    layer = bench.cache.offsets[1] * bench.cache.capacity
+    layer = bench.cache.offsets[1] * bench.capacity
     assert np.isnan(memory[:layer]).all() and not np.isnan(memory[layer:]).any()

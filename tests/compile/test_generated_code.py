@@ -11,6 +11,7 @@ import pytest
 from buddy_pipeline.compile.codegen import compile_object, optimise, target_machine
 from buddy_pipeline.compile.formats import FORMATS
 from buddy_pipeline.compile.formats.base import TileShape
+from buddy_pipeline.compile.formats.blocks import BlockFormat
 from buddy_pipeline.compile.kernels import attention, driver, embedding, linear
 from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.kernels.step import BARRIER, END_REGION
@@ -24,10 +25,36 @@ from tests.compile.models import large_llama
 TARGETS = [named_target(n) for n in ("x86-64-v4", "x86-64-v3", "aarch64", "riscv64")]
 WITH_BF16 = replace(named_target("x86-64-v4"), features="+avx512bf16", bf16_dot=True)
 on_each_target = pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.triple[:7] + t.cpu[-3:])
+#: Formats of plain numbers, and of blocks of small ones.
+PLAIN = ["f32", "bf16", "f16"]
+BLOCKS = [name for name, form in FORMATS.items() if isinstance(form, BlockFormat)]
+#: Dot products of bytes as each target multiplies and adds them.
+BYTE_TARGETS = {
+    "x86-64-v4": (named_target("x86-64-v4"), "^vpmaddubsw .*%zmm"),
+    "x86-64-v3": (named_target("x86-64-v3"), "^vpmaddubsw .*%ymm"),
+    "vnni": (
+        replace(named_target("x86-64-v4"), features="+avx512vnni", int8_dot="vpdpbusd"),
+        "^vpdpbusd .*%zmm",
+    ),
+    "avxvnni": (
+        replace(named_target("x86-64-v3"), features="+avxvnni", int8_dot="vpdpbusd"),
+        "^(\\{vex\\} )?vpdpbusd .*%ymm",
+    ),
+    "neoverse-n1": (named_target("neoverse-n1"), r"^sdot v\d+\.4s"),
+}
+
+
+def form_id(value: object) -> str:
+    """A short name for a parameter."""
+    if isinstance(value, Target):
+        return f"{value.triple[:7]}{value.cpu[-3:]}{value.features[:12]}"
+    return str(value)
+
+
 on_each_target_and_form = pytest.mark.parametrize(
     ("target", "form"),
-    [*itertools.product(TARGETS, FORMATS), (WITH_BF16, "bf16")],
-    ids=lambda v: v if isinstance(v, str) else f"{v.triple[:7]}{v.cpu[-3:]}{v.features[:12]}",
+    [*itertools.product(TARGETS, PLAIN), (WITH_BF16, "bf16")],
+    ids=form_id,
 )
 
 SHAPES = [AttentionShape(64, 64, 3, False, "f32"), AttentionShape(45, 45, 7, True, "bf16")]
@@ -113,6 +140,42 @@ def test_accumulators_of_linear_tiles_stay_in_registers(target: Target, form: st
     for name, tile in built_linear(target, form).parts("tile_").items():
         for loop in tile.innermost_loops():
             assert 24 * len(loop.with_word(stores)) <= len(loop.packed()), name
+
+
+@pytest.mark.parametrize(
+    ("target", "form"),
+    [
+        *itertools.product(["x86-64-v3", "neoverse-n1"], [f for f in BLOCKS if "exact" not in f]),
+        *itertools.product(["x86-64-v4", "vnni", "avxvnni"], ["q4_0", "q8_0"]),
+    ],
+)
+def test_block_tiles_multiply_bytes(target: str, form: str) -> None:
+    """Eight dot products of four bytes for a vector of outputs, a token and 32 elements."""
+    described, dot = BYTE_TARGETS[target]
+    kernel = built_linear(described, form)
+    for name, tile in kernel.parts("tile_").items():
+        chains = len(tile_shape(name).places(described))
+        assert tile.scalar() == [], name
+        loops = [loop for loop in tile.innermost_loops() if loop.with_word(dot)]
+        assert loops, name
+        assert all(len(loop.with_word(dot)) == 8 * chains for loop in loops), name
+    check_object(kernel, linear.linear_name(FORMATS[form]), described)
+
+
+@pytest.mark.parametrize("target", ["x86-64-v3", "aarch64", "riscv64"])
+@pytest.mark.parametrize("form", ["q4_1_exact", "q8_0_exact"])
+def test_exact_block_tiles_compute_in_vectors_only(target: str, form: str) -> None:
+    described = named_target(target)
+    kernel = built_linear(described, form)
+    for name, tile in kernel.parts("tile_").items():
+        chains = len(tile_shape(name).places(described))
+        assert tile.scalar() == [], name
+        loops = [loop for loop in tile.innermost_loops() if loop.packed()]
+        assert loops, name
+        for loop in loops:
+            assert len(loop.with_word(r"^(vfmadd|fmla|vfmacc|vfmadd)")) >= 32 * chains, name
+            assert has_whole_vectors(loop, described), name
+    check_object(kernel, linear.linear_name(FORMATS[form]), described)
 
 
 @on_each_target

@@ -6,18 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buddy_pipeline.compile.formats import FORMATS
+from buddy_pipeline.compile.formats.activation import Q8
 from buddy_pipeline.compile.target import Target
 from tests.compile.harness import (
     ROUNDOFF,
     assert_same_bits,
     host,
-    rounded,
     run_linear,
     runnable_targets,
 )
 
 on_each_target = pytest.mark.parametrize("target", runnable_targets())
-in_each_form = pytest.mark.parametrize("form", ["f32", "bf16", "f16"])
+in_each_form = pytest.mark.parametrize(
+    "form", ["f32", "bf16", "bf16_exact", "f16", "w8a32", "w8a16", "w8a8"]
+)
+in_each_float_form = pytest.mark.parametrize("form", ["f32", "bf16", "bf16_exact", "f16"])
 
 
 def random_case(
@@ -40,14 +43,15 @@ def check(
     """Within the error of one chain of `depth` roundings, each of at most half a unit, on numbers
     that are rounded to what the format multiplies."""
     got = run_linear(target, x, weight, bias, team, form)
-    if FORMATS[form].activation_bytes(target) == 2:
-        x = rounded(x, "bf16")
-    wide, added = rounded(weight, form).astype(np.float64), 0.0
+    stored = FORMATS[form]
+    x = stored.activation(target).reference(x)
+    wide, added = stored.reference(stored.from_f32(weight)).astype(np.float64), 0.0
     if bias is not None:
         added = bias.astype(np.float64)
     expected = x.astype(np.float64) @ wide.T + added
     size = np.abs(x).astype(np.float64) @ np.abs(wide).T + np.abs(added)
-    assert (np.abs(got - expected) <= (x.shape[1] + 1) * ROUNDOFF * size).all()
+    roundings = x.shape[1] + 1 + FORMATS[form].scaled
+    assert (np.abs(got - expected) <= roundings * ROUNDOFF * size).all()
 
 
 @on_each_target
@@ -79,6 +83,7 @@ def test_small_integers_are_exact(target: Target, form: str) -> None:
     x, weight = (
         random.integers(-8, 9, shape).astype(np.float32) for shape in [(50, 333), (99, 333)]
     )
+    weight[:, 7] = x[:, ::32] = 127  # makes scales of int8 1
     assert (run_linear(target, x, weight, None, 3, form) == x @ weight.T).all()
 
 
@@ -134,14 +139,17 @@ def test_a_token_that_is_not_finite_stays_in_its_row(
     got = run_linear(target, x, weight, bias, form=form)
     others = np.arange(tokens) != row
     assert_same_bits(got[others], clean[others])
-    if np.isnan(bad):
+    int8 = isinstance(FORMATS[form].activation(target), Q8)
+    if np.isnan(bad) or int8:
         assert np.isnan(got[row]).all()
     else:
-        assert (got[row] == np.sign(weight[:, 74]) * bad).all()
+        with np.errstate(invalid="ignore"):
+            expected = FORMATS[form].reference(FORMATS[form].from_f32(weight))[:, 74] * bad
+        assert np.array_equal(got[row], expected, equal_nan=True)
 
 
 @on_each_target
-@in_each_form
+@in_each_float_form
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_a_weight_that_is_not_finite_stays_in_its_column(
     target: Target, form: str, tokens: int

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.launcher import cli
 from buddy_pipeline.launcher.balancing import first_ranges, measured_ranges
 from buddy_pipeline.launcher.model import Model, open_model
@@ -53,7 +54,9 @@ def test_the_parts_of_a_model_are_the_whole(
 def test_a_16_bit_variant_needs_half(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:
     model = opened(tmp_path, checkpoint("llama"))
     full, half = (
-        model_cost(replace(model, variant=name)).block(range(model.layers), BlockRole.SINGLE)
+        model_cost(replace(model, formats=VARIANTS[name])).block(
+            range(model.layers), BlockRole.SINGLE
+        )
         for name in ("f32", "bf16")
     )
     assert half.cache_bytes == full.cache_bytes / 2

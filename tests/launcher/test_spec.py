@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from buddy_pipeline.launcher.model_source import check_element_count, model_path, rotary_elements
-from buddy_pipeline.launcher.spec import Spec, WeightsOverride, load_spec, shipped_specs
-from buddy_pipeline.launcher.variants import VARIANTS, compiled_variant
+from buddy_pipeline.compile.variant import VARIANTS
+from buddy_pipeline.launcher.model_source import model_path
+from buddy_pipeline.launcher.spec import Spec, load_spec, shipped_specs
 from buddy_pipeline.partition.errors import UserError
 
 BUDDY_MLIR = {
@@ -88,6 +88,7 @@ def test_an_empty_spec_is_f32_with_the_model_s_own_context(spec_file: Path) -> N
         ({"tiered_kv_cache": 1}, "tiered_kv_cache is 1: it must be true, false or an object"),
         ({"tiered_kv_cache": {"enable": True}}, "tiered_kv_cache: unknown key 'enable'"),
         ({"weights_override": {}}, "weights_override lacks the key 'total'"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype is 'int4': it must be one of f32, bf16, "),
         ({"weights_override": {"total": -1}}, "weights_override: total is -1"),
         ({"weights_package": {"distribution": "a/b", "file": "c"}}, "distribution is 'a/b'"),
         ("[1]", "holds a JSON list: it must be an object"),
@@ -151,48 +152,3 @@ def test_weights_that_are_not_on_this_machine_are_never_fetched(
 ) -> None:
     with pytest.raises(UserError, match=message):
         model_path(Spec(name="s", **fields), None)
-
-
-def counted(elements: int, **config: Any) -> Any:
-    """A checkpoint with this many parameters."""
-    return SimpleNamespace(path="model", config=config, element_count=lambda: elements)
-
-
-DEEPSEEK = {"model_type": "qwen2", "hidden_size": 1536, "num_attention_heads": 12}
-
-
-def test_the_total_counts_parameters_and_rotary_frequencies() -> None:
-    spec = Spec(name="s", weights_override=WeightsOverride(total=1_777_088_064))
-    check_element_count(spec, counted(1_777_088_000, **DEEPSEEK))
-
-
-def test_a_wrong_total_is_an_error_with_both_counts() -> None:
-    spec = Spec(name="s", weights_override=WeightsOverride(total=1_777_088_000))
-    with pytest.raises(UserError, match=r"is 1,777,088,000, but model has 1,777,088,064"):
-        check_element_count(spec, counted(1_777_088_000, **DEEPSEEK))
-
-
-def test_the_total_of_a_quantised_spec_also_counts_scales_and_is_not_compared() -> None:
-    spec = Spec(name="s", variant="w8a32", weights_override=WeightsOverride(total=5))
-    check_element_count(spec, counted(4, **DEEPSEEK))
-
-
-@pytest.mark.parametrize(
-    ("config", "elements"),
-    [
-        (DEEPSEEK, 64),
-        ({"model_type": "qwen3", "hidden_size": 1024, "head_dim": 128}, 64),
-        (DEEPSEEK | {"partial_rotary_factor": 0.25}, 16),
-        (DEEPSEEK | {"model_type": "gpt2"}, 0),
-    ],
-)
-def test_rotary_frequencies_are_half_of_the_rotated_elements_of_a_head(
-    config: dict[str, Any], elements: int
-) -> None:
-    assert rotary_elements(config) == elements
-
-
-def test_a_variant_that_cannot_be_compiled_yet_is_refused_with_one_that_can() -> None:
-    assert compiled_variant("f32").name == "f32"
-    with pytest.raises(UserError, match="'w8a32' cannot be compiled yet: use"):
-        compiled_variant("w8a32")

@@ -1,0 +1,129 @@
+"""Symmetric int8 weights with one scale an output: `[scale][K][panel]`.
+
+The chain of an output runs over x · q, with q widened in registers; its end is multiplied by the
+scale and only then added to the bias. With 16-bit activations two k at a time become bf16 pairs (an
+int8 is exact in bf16) for `vdpbf16ps`; on CPUs without it activations stay f32.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from buddy_pipeline.compile.formats.activation import Activation, Plain
+from buddy_pipeline.compile.formats.base import (
+    RegisterUse,
+    TileShape,
+    accumulate,
+    accumulate_pairs,
+    interleave,
+    row_bytes,
+)
+from buddy_pipeline.compile.formats.quantised_rows import Int8Rows, split_records
+from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.compile.target import Target
+
+_ROWS = Int8Rows()
+
+
+@dataclass(frozen=True)
+class W8:
+    """int8 weights; "w8a32" multiplies them with f32 activations, "w8a16" with bf16 ones."""
+
+    name: str
+    unit: int = 2
+    scaled: bool = True
+    source: str = _ROWS.name
+
+    def unit_bytes(self, panel: int) -> int:
+        """Bytes of two k of a panel."""
+        return 2 * panel
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """Quantised rows."""
+        return _ROWS.quantise(rows)
+
+    def pack(self, rows: np.ndarray, panels: np.ndarray) -> None:
+        """See `WeightFormat.pack`; rows are records of `Int8Rows`."""
+        q, steps = packed_scales(rows, panels, self.unit)
+        width = panels.shape[1] // (4 + steps)
+        interleave(q, panels[:, 4 * width :].reshape(len(panels), steps, width, 1), 1)
+
+    def reference(self, rows: np.ndarray) -> np.ndarray:
+        """See `WeightFormat.reference`."""
+        return _ROWS.dequantise(rows)
+
+    def activation(self, target: Target) -> Activation:
+        """bf16 where wanted and where the CPU multiplies it."""
+        return Plain("bf16") if self._pairs(target) else Plain()
+
+    def registers(self, target: Target) -> RegisterUse:
+        """A vector of weights each, two while pairs are put together; a broadcast activation."""
+        return RegisterUse(panel=2 if self._pairs(target) else 1)
+
+    def _pairs(self, target: Target) -> bool:
+        return self.name == "w8a16" and target.bf16_dot
+
+    def emit_unit(
+        self,
+        t: Text,
+        target: Target,
+        shape: TileShape,
+        bases: list[str],
+        inputs: str,
+        accumulators: list[str],
+    ) -> list[str]:
+        """Two k: bytes are sign-extended and converted (`vpmovsxbd`, `sxtl`), then as f32 or as
+        the upper halves of f32."""
+        lanes = target.lanes
+        bytes_, words = f"vector<{lanes}xi8>", f"vector<{lanes}xi32>"
+        vector = f"vector<{lanes}xf32>"
+        at: list[dict[tuple[int, int], str]] = [{}, {}]
+        for k in range(self.unit):
+            for p in range(shape.panels):
+                for v in range(target.panel_vectors):
+                    place = t.gep(bases[p], k * target.panel + v * lanes, "i8")
+                    q = t.load(place, bytes_, lanes)
+                    wide = t.op(f"arith.extsi {q} : {bytes_} to {words}")
+                    at[k][p, v] = t.op(f"arith.sitofp {wide} : {words} to {vector}")
+        if not self._pairs(target):
+            return accumulate(t, target, shape, at, inputs, accumulators)
+        pairs = {place: _bf16_pair(t, lanes, at[0][place], at[1][place]) for place in at[0]}
+        stride = row_bytes(self.activation(target))
+        return accumulate_pairs(t, target, shape, pairs, inputs, accumulators, stride)
+
+    def emit_values(
+        self, t: Text, target: Target, base: str, lane: str, out: str, left: str
+    ) -> None:
+        """q[k][lane], unscaled; a row of odd length ends inside its last unit."""
+
+        def one(k: int) -> None:
+            q = t.load(t.gep(t.gep(base, k * target.panel, "i8"), lane, "i8"), "i8", 1)
+            t.store(t.op(f"arith.sitofp {q} : i8 to f32"), t.gep(out, k), "f32")
+
+        one(0)
+        with t.when(t.compare("ugt", left, t.constant(1))):
+            one(1)
+
+
+def packed_scales(rows: np.ndarray, panels: np.ndarray, unit: int) -> tuple[np.ndarray, int]:
+    """Writes the scales of records of `Int8Rows` to the heads of panels.
+
+    Returns q as uint8 [outputs, K], K padded to whole units, and that K.
+    """
+    depth = rows.shape[1] - 4
+    fields = split_records(_ROWS, rows)
+    steps = -(-depth // unit) * unit
+    width = panels.shape[1] // (4 + steps)
+    scales = np.zeros((len(panels), width), np.float32)
+    scales.reshape(-1)[: len(rows)] = fields["scale"][:, 0]
+    panels[:, : 4 * width] = scales.view(np.uint8)
+    return np.pad(fields[""], ((0, 0), (0, steps - depth))).view(np.uint8), steps
+
+
+def _bf16_pair(t: Text, lanes: int, first: str, second: str) -> str:
+    """The upper halves of two f32 vectors, element by element side by side."""
+    vector, halves = f"vector<{lanes}xf32>", f"vector<{2 * lanes}xi16>"
+    low, high = (t.op(f"vector.bitcast {v} : {vector} to {halves}") for v in (first, second))
+    order = ", ".join(f"{2 * i + 1}, {2 * lanes + 2 * i + 1}" for i in range(lanes))
+    pair = t.op(f"vector.shuffle {low}, {high} [{order}] : {halves}, {halves}")
+    return t.op(f"vector.bitcast {pair} : {halves} to vector<{2 * lanes}xbf16>")
