@@ -37,7 +37,10 @@ Arguments = Sequence[Any]
 
 
 def runnable_targets() -> list[Any]:
-    """Parameters for a test that runs code: the x86-64 levels that this CPU has, and the host."""
+    """Parameters for a test that runs code: the x86-64 levels that this CPU has, and the host.
+
+    A level with the host's vectors gives nearly the host's code: it runs every night only.
+    """
     import llvmlite.binding as llvm
 
     features = llvm.get_host_cpu_features()
@@ -46,16 +49,15 @@ def runnable_targets() -> list[Any]:
         "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
         "host": (),
     }
-    return [
-        pytest.param(
-            named_target(name),
-            id=name,
-            marks=pytest.mark.skipif(
-                not all(features.get(f) for f in wanted), reason=f"this CPU is no {name}"
-            ),
-        )
-        for name, wanted in needs.items()
-    ]
+    found = []
+    for name, wanted in needs.items():
+        target, marks = named_target(name), []
+        if not all(features.get(f) for f in wanted):
+            marks.append(pytest.mark.skip(reason=f"this CPU is no {name}"))
+        if target != host_target() and target.vector_bits == host_target().vector_bits:
+            marks.append(pytest.mark.slow)
+        found.append(pytest.param(target, id=name, marks=marks))
+    return found
 
 
 @functools.cache
