@@ -89,7 +89,7 @@ def planned(
     config = tiny_config(family, **overrides)
     exported = export_model(config) if overrides else model(family).exported
     made = make_plan(
-        "key", exported, config, variant, granularity, host_target(), {"compiler": "1"}
+        "key", exported, config, VARIANTS[variant], granularity, host_target(), {"compiler": "1"}
     )
     return made.plan, made.sources
 

@@ -20,6 +20,7 @@ from buddy_pipeline.compile.service import (
     missing_objects,
 )
 from buddy_pipeline.compile.target import host_target
+from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.partition.errors import UserError
 from tests.checkpoints import tiny_config
 from tests.compile.elf import read_elf
@@ -163,18 +164,18 @@ def test_without_a_compiler_the_package_to_install_is_named(
     with pytest.raises(UserError, match=rf"{absent} is not installed.*buddy-pipeline\[compile\]"):
         ensure_objects([put_source(cache, "fragment")], host_target(), cache, 1)
     with pytest.raises(UserError, match=absent):
-        ensure_plan({"model_type": "llama"}, "f32", host_target(), cache)
+        ensure_plan({"model_type": "llama"}, VARIANTS["f32"], host_target(), cache)
 
 
 def test_a_plan_is_made_once_and_not_used_when_it_is_damaged(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, target = tiny_config("llama"), host_target()
-    plan, times = ensure_plan(config, "f32", target, cache)
+    plan, times = ensure_plan(config, VARIANTS["f32"], target, cache)
     assert times.total > times.export > 0
     keys = plan.objects(plan.partitions)
     assert missing_objects(keys, cache) == keys
-    assert ensure_plan(config, "f32", target, cache) == (plan, PlanTimes())
+    assert ensure_plan(config, VARIANTS["f32"], target, cache) == (plan, PlanTimes())
 
     path = cache.plan_path(plan.key)
     text = path.read_text()
@@ -193,4 +194,4 @@ def test_what_a_worker_calls_the_users_error_is_one(
     (tmp_path / "answer").write_text(json.dumps(answer) + "\n")
     stand_in(monkeypatch, tmp_path, f"read request; cat {tmp_path / 'answer'}")
     with pytest.raises(UserError, match=r"^model type 'x' is not known$"):
-        ensure_plan({"model_type": "x"}, "f32", host_target(), cache)
+        ensure_plan({"model_type": "x"}, VARIANTS["f32"], host_target(), cache)
