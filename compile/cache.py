@@ -1,6 +1,7 @@
 """The cache on disk: plans, MLIR sources and objects, found by content keys.
 
     plans/KEY.json       the plan of a model for a target
+    plans/KEY.graph.json its graph
     sources/KEY/         the MLIR of one object, readable, kept for reports and recompilation
     objects/KEY.bpo      a checksum and an object file
     locks/KEY            who builds it now
@@ -52,6 +53,10 @@ class Cache:
     def plan_path(self, key: str) -> Path:
         """Where a plan lies."""
         return self.root / "plans" / f"{key}.json"
+
+    def graph_path(self, key: str) -> Path:
+        """Where the graph lies that a plan was made from."""
+        return self.root / "plans" / f"{key}.graph.json"
 
     def source_folder(self, key: str) -> Path:
         """Where an object's MLIR lies."""

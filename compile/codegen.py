@@ -1,9 +1,11 @@
 """From LLVM IR to an object file for one CPU, through LLVM's optimiser."""
 
 import functools
+from collections.abc import Sequence
 
 import llvmlite.binding as llvm
 
+from buddy_pipeline.compile.object_file import note
 from buddy_pipeline.compile.target import Target
 
 
@@ -21,15 +23,16 @@ def target_machine(target: Target) -> llvm.TargetMachine:
     )
 
 
-def compile_object(ir_texts: list[str], symbol: str, target: Target) -> bytes:
-    """An object file of LLVM IR modules; see `optimise`."""
-    return target_machine(target).emit_object(optimise(ir_texts, symbol, target))
+def compile_object(ir_texts: list[str], symbols: Sequence[str], target: Target) -> bytes:
+    """An object file of LLVM IR modules, with a note on what it is; see `optimise`."""
+    texts = [*ir_texts, _identification(symbols, target)]
+    return target_machine(target).emit_object(optimise(texts, symbols, target))
 
 
-def optimise(ir_texts: list[str], symbol: str, target: Target) -> llvm.ModuleRef:
+def optimise(ir_texts: list[str], symbols: Sequence[str], target: Target) -> llvm.ModuleRef:
     """Links LLVM IR modules into one and optimises it for `target`.
 
-    Only `symbol` and names that start with "bp_" stay visible outside the module.
+    Only `symbols` and names that start with "bp_" stay visible outside the module.
     """
     machine = target_machine(target)
     module = llvm.parse_assembly(ir_texts[0])
@@ -40,7 +43,7 @@ def optimise(ir_texts: list[str], symbol: str, target: Target) -> llvm.ModuleRef
     for function in module.functions:
         if function.is_declaration:
             continue
-        if not function.name.startswith((symbol, "bp_")):
+        if function.name not in symbols and not function.name.startswith("bp_"):
             function.linkage = "internal"
         # Every function is a loop nest of its own: inlining would only multiply code and time.
         function.add_function_attribute("noinline")
@@ -54,3 +57,8 @@ def optimise(ir_texts: list[str], symbol: str, target: Target) -> llvm.ModuleRef
     builder.getModulePassManager().run(module, builder)
     module.verify()
     return module
+
+
+def _identification(symbols: Sequence[str], target: Target) -> str:
+    """LLVM IR that puts a note on what this is into the object's `.comment` section."""
+    return f'!llvm.ident = !{{!0}}\n!0 = !{{!"{note(tuple(symbols), target.cpu, target.triple)}"}}'

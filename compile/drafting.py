@@ -125,7 +125,10 @@ class _Placing:
         self.free: list[int] = []  # scratch indices free for reuse
 
     def _base_names(self, names: Iterable[str]) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(resolve(n, self.table) for n in names))
+        """The values behind views; what is loaded, not computed, needs no passing."""
+        bases = dict.fromkeys(resolve(n, self.table) for n in names)
+        loaded = (NodeKind.PARAMETER, NodeKind.CONSTANT)
+        return tuple(n for n in bases if self.table[n].kind not in loaded)
 
     def _fragments(self) -> Iterator[Fragment]:
         """The fragments, with linears apart that cannot be one kernel: those whose result leaves

@@ -75,8 +75,8 @@ def lower_island(mlir_text: str, symbol: str) -> str:
     from mlir import ir
 
     with ir.Context():
-        module = ir.Module.parse(mlir_text)
-        function = module.body.operations[0]
+        module = ir.Module.parse(_splats_as_fills(mlir_text))
+        function = _main(module)
         inputs = len(function.type.inputs)
         # One-shot bufferization would otherwise take inputs as scratch memory.
         _argument_attributes(function, inputs, {"bufferization.writable": ir.BoolAttr.get(False)})
@@ -84,13 +84,22 @@ def lower_island(mlir_text: str, symbol: str) -> str:
         _allow_vector_sums(module)
         text = _copies_as_loops(_math_as_calls(str(module)))
         module = ir.Module.parse(text)
-        function = module.body.operations[0]
+        function = _main(module)
         function.attributes["sym_name"] = ir.StringAttr.get(symbol)
         # Rows of different values never overlap, and a value is never two arguments.
         arguments = len(function.type.inputs)
         _argument_attributes(function, arguments, {"llvm.noalias": ir.UnitAttr.get()})
         _run(module, ISLAND_TO_LOOPS)
         return _to_llvm_ir(module)
+
+
+def _main(module: Any) -> Any:
+    """The island's function; constants that are kept lie beside it."""
+    from mlir.dialects import func
+
+    return next(
+        operation for operation in module.body.operations if isinstance(operation, func.FuncOp)
+    )
 
 
 def _run(module: Any, passes: str) -> None:
@@ -159,6 +168,18 @@ def _math_as_calls(text: str) -> str:
         definitions.append(str(t))
     end = text.rindex("}")
     return text[:end] + "\n".join(definitions) + text[end:]
+
+
+def _splats_as_fills(text: str) -> str:
+    """A tensor constant of one value repeated becomes `tensor.empty` and `linalg.fill`, which fuse
+    into whatever reads them; the constant would lie in the object, element by element."""
+    pattern = r"(%[\w#]+) = arith\.constant dense<([^\[\]\"<>]+)> : (tensor<[\dx]*x(\w+)>)"
+    fill = (
+        r"\1_value = arith.constant \2 : \4\n"
+        r"\1_empty = tensor.empty() : \3\n"
+        r"\1 = linalg.fill ins(\1_value : \4) outs(\1_empty : \3) -> \3"
+    )
+    return re.sub(pattern, fill, text)
 
 
 def _copies_as_loops(text: str) -> str:

@@ -227,6 +227,8 @@ class Plan:
     key: str
     made_with: dict[str, str]  # package versions
     variant: str
+    strategy: str  # the split strategy's name
+    sharing: str  # what like partitions share: compile.granularity.Sharing
     target: dict[str, Any]
     layers: int
     vocab_size: int

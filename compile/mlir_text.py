@@ -1,6 +1,6 @@
 """A writer of MLIR text: fresh names, constants, pointers, vectors and structured loops."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 
@@ -209,6 +209,18 @@ class Loop:
         self.carried = carried
         self.next: list[str] = []
         self.results: list[str] = []
+
+
+def join_modules(modules: Iterable[str]) -> str:
+    """One module with the functions of several; what they all declare is declared once."""
+    lines = [line for module in modules for line in module.splitlines()]
+    declared = [line for line in lines if _is_declaration(line)]
+    defined = [line for line in lines if not _is_declaration(line)]
+    return "\n".join([*dict.fromkeys(declared), *defined]) + "\n"
+
+
+def _is_declaration(line: str) -> bool:
+    return line.startswith("func.func private @") and not line.endswith("{")
 
 
 def _float_literal(value: float) -> str:

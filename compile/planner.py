@@ -1,107 +1,82 @@
 """The plan of a whole model: partitions bound to templates, templates written as MLIR."""
 
 import base64
-import hashlib
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from buddy_pipeline.compile.drafting import Drafted, Drafter
-from buddy_pipeline.compile.export import ExportedModel, export_model
+from buddy_pipeline.compile.export import ExportedModel
+from buddy_pipeline.compile.granularity import Granularity, Sharing
 from buddy_pipeline.compile.islands import import_island
 from buddy_pipeline.compile.kernels.driver import DRIVER, emit_driver
 from buddy_pipeline.compile.manifest import Constant, PartitionPlan, Plan, Template, Value
+from buddy_pipeline.compile.mlir_text import join_modules
+from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.templates import IslandCall, Linear, emit_template, island_symbol
 from buddy_pipeline.compile.variant import Variant
-from buddy_pipeline.compile.versions import source_digest
 from buddy_pipeline.partition.fragments import resolve
-from buddy_pipeline.partition.graph import NodeKind
+from buddy_pipeline.partition.graph import GraphNode, NodeKind, Partition
 from buddy_pipeline.partition.ownership import partition_graph
+from buddy_pipeline.partition.strategies import layer_splitter
 
 
 @dataclass(frozen=True)
-class Source:
-    """The MLIR of one object: the module, and the islands that are linked into it."""
+class Planned:
+    """A plan and the sources of its objects by key."""
 
-    name: str
-    symbol: str
-    module: str
-    islands: tuple[tuple[str, str], ...] = ()  # (symbol, linalg text)
-
-    def key(self, target: Target, versions: dict[str, str]) -> str:
-        """The content key: what is compiled, for which CPU, by which compilers and our source."""
-        by = [sorted(versions.items()), source_digest()]
-        text = json.dumps([asdict(self), target.digest(), by])
-        return hashlib.sha256(text.encode()).hexdigest()[:32]
+    plan: Plan
+    sources: dict[str, Source]
 
 
 def make_plan(
-    key: str, config: dict[str, Any], variant: Variant, target: Target, versions: dict[str, str]
-) -> tuple[Plan, dict[str, Source]]:
-    """Exports the model and plans it; returns the plan and the sources of its objects by key."""
-    model = export_model(config)
+    key: str,
+    model: ExportedModel,
+    config: Mapping[str, Any],
+    variant: Variant,
+    granularity: Granularity,
+    target: Target,
+    versions: Mapping[str, str],
+) -> Planned:
+    """Cuts an exported model, binds its partitions to templates and writes those as MLIR."""
     table = {node.name: node for node in model.nodes}
-    partitions = partition_graph(model.nodes)
+    splitter = layer_splitter(granularity.strategy, str(config["model_type"]))
+    partitions = partition_graph(model.nodes, splitter)
     drafter = Drafter(model, table, target, variant)
-    sources: dict[str, Source] = {}
-    templates: dict[str, Template] = {}
+    code = _Code(model, table, target, versions, granularity.sharing)
     plans: list[PartitionPlan] = []
-
-    def add(source: Source) -> str:
-        object_key = source.key(target, versions)
-        sources[object_key] = source
-        return object_key
-
-    for partition in partitions:
+    for number, partition in enumerate(partitions):
         drafted = drafter.draft(partition)
-        draft, name = drafted.draft, drafted.draft.name()
-        if name not in templates:
-            islands = tuple(
-                (island_symbol(name, j), import_island(island, model, table))
-                for j, island in enumerate(drafted.islands)
-            )
-            shown = "layer" if isinstance(partition.unit, int) else str(partition.unit)
-            own = add(Source(f"{shown}-{name[-6:]}", name, emit_template(draft, target), islands))
-            libraries = [
-                add(Source(symbol, symbol, emit()))
-                for symbol, emit in draft.libraries(target).items()
-            ]
-            templates[name] = Template(
-                name=name,
-                symbol=name,
-                objects=(own, *libraries),
-                scratch=tuple(draft.scratch),
-                thread_scratch=draft.thread_scratch(target),
-                partial=draft.partial(target),
-                regions=tuple(_region_names(drafted)),
-            )
         plans.append(
             PartitionPlan(
                 name=partition.name,
                 unit=str(partition.unit),
-                template=name,
+                template=code.template(drafted, partition, number),
                 inputs=drafted.inputs,
                 outputs=drafted.outputs,
-                parameters=tuple(draft.parameters),
+                parameters=tuple(drafted.draft.parameters),
                 constants=drafted.constants,
-                kv=tuple(draft.kv),
+                kv=tuple(drafted.draft.kv),
             )
         )
-    driver = add(Source(DRIVER, DRIVER, emit_driver(target)))
+    code.close()
+    driver = code.add(Source(DRIVER, (DRIVER,), emit_driver(target)))
     output = next(n for n in model.nodes if n.kind is NodeKind.OUTPUT)
     result = resolve(output.inputs[0], table)
     named = {n.kind: n.name for n in model.nodes}
     plan = Plan(
         key=key,
-        made_with=versions,
+        made_with=dict(versions),
         variant=variant.name,
+        strategy=granularity.strategy,
+        sharing=granularity.sharing.value,
         target=asdict(target),
-        layers=sum(isinstance(p.unit, int) for p in partitions),
+        layers=len({p.unit for p in partitions if isinstance(p.unit, int)}),
         vocab_size=drafter.value(result).elements,
         driver=driver,
         token_input=named.get(NodeKind.TOKENS, ""),
@@ -109,11 +84,92 @@ def make_plan(
         result=result,
         values=dict(_values(plans, drafter)),
         constants={n: _constant(model, n) for p in plans for n in p.constants},
-        templates=templates,
+        templates=code.templates,
         partitions=tuple(plans),
         parameters=model.shapes,
     )
-    return plan, sources
+    return Planned(plan, code.sources)
+
+
+class _Code:
+    """The templates and sources of one plan, as its partitions come."""
+
+    def __init__(
+        self,
+        model: ExportedModel,
+        table: Mapping[str, GraphNode],
+        target: Target,
+        versions: Mapping[str, str],
+        sharing: Sharing,
+    ) -> None:
+        self.templates: dict[str, Template] = {}
+        self.sources: dict[str, Source] = {}
+        self._model = model
+        self._table = table
+        self._target = target
+        self._versions = versions
+        self._sharing = sharing
+        self._whole: list[Source] = []
+
+    def add(self, source: Source) -> str:
+        """Notes a source; returns its object's key."""
+        key = source.key(self._target, self._versions)
+        self.sources[key] = source
+        return key
+
+    def template(self, drafted: Drafted, partition: Partition, number: int) -> str:
+        """The name of the template that runs this partition, made if it is new."""
+        draft = drafted.draft
+        shared = self._sharing is Sharing.TEMPLATES
+        name = draft.name() if shared else f"subgraph0_{number}"
+        if name in self.templates:
+            return name
+        islands = tuple(
+            (island_symbol(name, j), import_island(island, self._model, self._table))
+            for j, island in enumerate(drafted.islands)
+        )
+        shown = f"{_kind(partition)}-{name[-6:]}" if shared else name
+        source = Source(shown, (name,), emit_template(draft, name, self._target), islands)
+        if self._sharing is Sharing.WHOLE_GRAPH:
+            self._whole.append(source)
+            own = ""  # the one object is known when all its functions are
+        else:
+            own = self.add(source)
+        libraries = [
+            self.add(Source(symbol, (symbol,), emit()))
+            for symbol, emit in draft.libraries(self._target).items()
+        ]
+        self.templates[name] = Template(
+            name=name,
+            symbol=name,
+            objects=(own, *libraries),
+            scratch=tuple(draft.scratch),
+            thread_scratch=draft.thread_scratch(self._target),
+            partial=draft.partial(self._target),
+            regions=tuple(_region_names(drafted)),
+        )
+        return name
+
+    def close(self) -> None:
+        """Puts the functions of a whole graph into one module."""
+        if not self._whole:
+            return
+        whole = Source(
+            name="whole_graph",
+            symbols=tuple(symbol for source in self._whole for symbol in source.symbols),
+            module=join_modules(source.module for source in self._whole),
+            islands=tuple(island for source in self._whole for island in source.islands),
+        )
+        key = self.add(whole)
+        self.templates = {
+            name: replace(template, objects=(key, *template.objects[1:]))
+            for name, template in self.templates.items()
+        }
+
+
+def _kind(partition: Partition) -> str:
+    """What a template is called by in file names: "prelude", "layer", "layer.self_attn"."""
+    return re.sub(r"^layer\d+", "layer", partition.name)
 
 
 def _region_names(drafted: Drafted) -> Iterator[str]:

@@ -14,11 +14,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from buddy_pipeline.compile.cache import Cache
+from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
 from buddy_pipeline.compile.manifest import Plan
+from buddy_pipeline.compile.source import INDEX
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.compile.versions import installed, plan_key, still_current
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.partition.graph_file import graph_from_json
+from buddy_pipeline.partition.layers import block_role
+from buddy_pipeline.partition.ownership import block_partitions, partition_graph
+from buddy_pipeline.partition.strategies import layer_splitter
+from buddy_pipeline.partition.verifier import Report, verify
 
 #: Seconds that one request may take; a pass that does not end is an error, not a hang.
 TIME_LIMIT = 600.0
@@ -43,21 +50,37 @@ Progress = Callable[[Built], None]
 """Called with each object as it becomes ready."""
 
 
+@dataclass(frozen=True)
+class PlanTimes:
+    """Seconds that making a plan took; all 0 where the cache had it."""
+
+    total: float = 0.0
+    packages: float = 0.0
+    """Loading torch, transformers and torch-mlir."""
+    export: float = 0.0
+    imports: float = 0.0
+    """Cutting the graph and importing its islands as MLIR."""
+
+
 def ensure_plan(
-    config: Mapping[str, Any], variant: Variant, target: Target, cache: Cache
-) -> tuple[Plan, float]:
-    """The model's plan, from the cache or newly made, and the seconds it took to make (0 if found).
+    config: Mapping[str, Any],
+    variant: Variant,
+    target: Target,
+    cache: Cache,
+    granularity: Granularity = COARSE_TEMPLATES,
+) -> tuple[Plan, PlanTimes]:
+    """The model's plan, from the cache or newly made, and what it took to make.
 
     Raises UserError when the model cannot be planned or the compilers are not installed.
     """
-    key = plan_key(config, variant, target)
+    key = plan_key(config, variant, target, granularity)
     plan = _read_plan(cache, key)
     if plan is not None:
-        return plan, 0.0
+        return plan, PlanTimes()
     with cache.lock(f"plan-{key}"):
         plan = _read_plan(cache, key)  # another rank may have made it meanwhile
         if plan is not None:
-            return plan, 0.0
+            return plan, PlanTimes()
         started = time.perf_counter()
         request = {
             "kind": "plan",
@@ -66,11 +89,12 @@ def ensure_plan(
             "variant": asdict(variant),
         }
         with _Worker(cache, target) as worker:
-            worker.ask(request, "the model's graph")
+            answer = worker.ask({**request, **asdict(granularity)}, "the model's graph")
         plan = _read_plan(cache, key)
         if plan is None:
             raise CompileError(f"the plan written to {cache.plan_path(key)} cannot be read back")
-        return plan, time.perf_counter() - started
+        total = time.perf_counter() - started
+        return plan, PlanTimes(total, answer["packages"], answer["export"], answer["import"])
 
 
 def missing_objects(keys: Sequence[str], cache: Cache) -> list[str]:
@@ -127,19 +151,16 @@ def _build(key: str, cache: Cache, workers: "_Workers", wait: bool) -> Built | N
         return Built(name, key, False, answer["seconds"])
 
 
-def verify_split(
-    config: Mapping[str, Any], ranges: Sequence[range], target: Target, cache: Cache
-) -> dict[str, Any]:
-    """The structural verifier's report (`partition.verifier.Report` as JSON data) on the model's
-    whole graph, dealt to ranks with these layers (index = rank)."""
-    request = {
-        "kind": "verify",
-        "config": dict(config),
-        "ranges": [[r.start, r.stop] for r in ranges],
-    }
-    with _Worker(cache, target) as worker:
-        report: dict[str, Any] = worker.ask(request, "the model's graph")["report"]
-    return report
+def verify_split(plan: Plan, family: str, ranges: Sequence[range], cache: Cache) -> Report:
+    """The structural verifier's report on the graph of a plan from the cache, cut as the plan was
+    and dealt to ranks with these layers (index = rank)."""
+    nodes = graph_from_json(cache.graph_path(plan.key).read_text())
+    partitions = partition_graph(nodes, layer_splitter(plan.strategy, family))
+    by_rank = [
+        block_partitions(partitions, layers, block_role(rank, len(ranges)))
+        for rank, layers in enumerate(ranges)
+    ]
+    return verify(nodes, by_rank)
 
 
 def _read_plan(cache: Cache, key: str) -> Plan | None:
@@ -151,8 +172,8 @@ def _read_plan(cache: Cache, key: str) -> Plan | None:
         plan = Plan.from_json(text)
     except ValueError:
         return None
-    complete = all(
-        cache.read_object(k) is not None or (cache.source_folder(k) / "index.json").exists()
+    complete = cache.graph_path(key).exists() and all(
+        cache.read_object(k) is not None or (cache.source_folder(k) / INDEX).exists()
         for k in plan.objects(plan.partitions)
     )
     return plan if complete and still_current(plan.made_with) else None
@@ -160,7 +181,7 @@ def _read_plan(cache: Cache, key: str) -> Plan | None:
 
 def _object_name(cache: Cache, key: str) -> str:
     try:
-        return str(json.loads((cache.source_folder(key) / "index.json").read_text())["name"])
+        return str(json.loads((cache.source_folder(key) / INDEX).read_text())["name"])
     except (OSError, ValueError, KeyError):
         return key
 

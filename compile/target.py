@@ -56,16 +56,47 @@ def host_target() -> Target:
     )
 
 
-def named_target(cpu: str) -> Target:
-    """The target a user names: `host`, an x86-64 level or CPU, or an AArch64 or RISC-V triple.
+def check_runs_here(target: Target, what: str) -> None:
+    """Raises UserError, naming both CPUs, if code for `target` cannot run on this machine.
 
-    Raises UserError for a name that LLVM does not know.
+    The same CPU can; so can a level or a generic CPU whose features this one has.
     """
+    import llvmlite.binding as llvm
+
+    host = host_target()
+    present = {name for name, there in llvm.get_host_cpu_features().items() if there}
+    wanted = {name[1:] for name in target.features.split(",") if name.startswith("+")}
+    wanted |= _LEVEL_FEATURES.get(target.cpu, set())
+    same_kind = target.triple.split("-")[0] == host.triple.split("-")[0]
+    known_cpu = target.cpu == host.cpu or target.cpu in _LEVEL_FEATURES
+    if same_kind and known_cpu and wanted <= present:
+        return
+    lacking = sorted(wanted - present) if same_kind else []
+    why = f", which lacks {', '.join(lacking)}" if lacking else ""
+    raise UserError(
+        f"{what} is compiled for {target.cpu} ({target.triple}), but this machine is {host.cpu}"
+        f" ({host.triple}){why}: build it for this CPU"
+    )
+
+
+_AVX2_LEVEL = {"avx", "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "sse4.2"}
+#: Features of CPU names that stand for a level and not for one CPU
+#: (x86-64: https://gitlab.com/x86-psABIs/x86-64-ABI, "micro-architecture levels").
+_LEVEL_FEATURES: dict[str, set[str]] = {
+    "x86-64-v3": _AVX2_LEVEL,
+    "x86-64-v4": _AVX2_LEVEL | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "generic": set(),
+    "generic-rv64": set(),
+}
+
+
+def named_target(cpu: str) -> Target:
+    """The target with a name of its own: `host` or one of NAMED_TARGETS; UserError for others."""
     if cpu in ("", "host", "native"):
         return host_target()
-    if cpu in _NAMED:
-        return _NAMED[cpu]
-    known = ", ".join(["host", *_NAMED])
+    if cpu in NAMED_TARGETS:
+        return NAMED_TARGETS[cpu]
+    known = ", ".join(["host", *NAMED_TARGETS])
     raise UserError(f"target CPU '{cpu}' is not known; use one of {known}")
 
 
@@ -86,8 +117,9 @@ def _describe(triple: str, cpu: str, features: str, present: "dict[str, bool]") 
     raise UserError(f"architecture '{architecture}' has no kernels; use x86_64 or aarch64")
 
 
+#: Targets with names of their own. "host" is not among them.
 _LINUX_X86 = "x86_64-unknown-linux-gnu"
-_NAMED = {
+NAMED_TARGETS = {
     "x86-64-v4": Target(_LINUX_X86, "x86-64-v4", "", 512, 32, False, "pmaddubsw"),
     "x86-64-v3": Target(_LINUX_X86, "x86-64-v3", "", 256, 16, False, "pmaddubsw"),
     "aarch64": Target("aarch64-unknown-linux-gnu", "generic", "+neon", 128, 32, False, ""),

@@ -159,10 +159,9 @@ def island_symbol(template: str, index: int) -> str:
     return f"{template}_island{index}"
 
 
-def emit_template(draft: Draft, target: Target) -> str:
-    """MLIR text of the template's module, without its islands' bodies."""
+def emit_template(draft: Draft, name: str, target: Target) -> str:
+    """MLIR text of the module with the template as function `name`, without islands' bodies."""
     t = Text()
-    name = draft.name()
     declare_end_region(t)
     _declare(t, draft, name)
     args = [("args", "!llvm.ptr"), ("step", "!llvm.ptr"), ("tid", "i64")]

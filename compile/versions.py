@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.variant import Variant
 
@@ -47,10 +48,16 @@ def still_current(made_with: Mapping[str, str]) -> bool:
     return all(installed(package) in (None, version) for package, version in made_with.items())
 
 
-def plan_key(config: Mapping[str, Any], variant: Variant, target: Target) -> str:
-    """The key of a model's plan: its config, the weight variant, the CPU and our own source."""
+def plan_key(
+    config: Mapping[str, Any],
+    variant: Variant,
+    target: Target,
+    granularity: Granularity = COARSE_TEMPLATES,
+) -> str:
+    """The key of a model's plan: its config, the variant, the CPU, the cut and our own source."""
     relevant = {k: v for k, v in config.items() if k not in _IRRELEVANT}
-    text = json.dumps([relevant, asdict(variant), target.digest(), source_digest()], sort_keys=True)
+    how = [asdict(variant), target.digest(), asdict(granularity), source_digest()]
+    text = json.dumps([relevant, *how], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -61,5 +68,5 @@ def source_digest() -> str:
     here = Path(__file__).resolve().parent
     for folder in (here, here.parent / "partition"):
         for path in sorted(folder.rglob("*.py")):
-            digest.update(str(path.relative_to(folder)).encode() + path.read_bytes())
+            digest.update(path.relative_to(folder).as_posix().encode() + path.read_bytes())
     return digest.hexdigest()

@@ -14,9 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from buddy_pipeline.compile.cache import Cache
+from buddy_pipeline.compile.granularity import Granularity, Sharing
+from buddy_pipeline.compile.source import read_source
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.partition.graph_file import graph_to_json
 
 #: Address space that a worker may take: a pass that explodes, or a config.json with absurd sizes,
 #: fails instead of swapping.
@@ -48,51 +51,33 @@ def _handle(request: dict[str, Any]) -> dict[str, Any]:
     target = Target(**request["target"])
     if request["kind"] == "plan":
         return _plan(cache, target, request)
-    if request["kind"] == "verify":
-        return _verify(request)
     return _build(cache, target, request["key"])
 
 
 def _plan(cache: Cache, target: Target, request: dict[str, Any]) -> dict[str, Any]:
-    """Plans a model; leaves its sources and then the plan in the cache."""
+    """Plans a model; leaves its sources, its graph and then the plan in the cache."""
+    started = time.perf_counter()
+    from buddy_pipeline.compile.export import export_model
     from buddy_pipeline.compile.planner import make_plan
     from buddy_pipeline.compile.versions import compiler_versions
 
-    plan, sources = make_plan(
-        request["key"],
-        request["config"],
-        Variant(**request["variant"]),
-        target,
-        compiler_versions(),
-    )
-    for key, source in sources.items():
-        folder = cache.source_folder(key)
-        names = []
-        cache.write(folder / f"{source.name}.mlir", source.module.encode())
-        for symbol, text in source.islands:
-            names.append({"symbol": symbol, "file": f"{symbol}.mlir"})
-            cache.write(folder / f"{symbol}.mlir", text.encode())
-        index = {"name": source.name, "symbol": source.symbol, "islands": names}
-        cache.write(folder / "index.json", json.dumps(index).encode())
-    cache.write(cache.plan_path(request["key"]), plan.to_json().encode())
-    return {}
-
-
-def _verify(request: dict[str, Any]) -> dict[str, Any]:
-    """Checks the partitions of every rank against the model's whole graph."""
-    from buddy_pipeline.compile.export import export_model
-    from buddy_pipeline.partition.layers import block_role
-    from buddy_pipeline.partition.ownership import block_partitions, partition_graph
-    from buddy_pipeline.partition.verifier import verify
-
-    nodes = export_model(request["config"]).nodes
-    partitions = partition_graph(nodes)
-    world = len(request["ranges"])
-    by_rank = [
-        block_partitions(partitions, range(*layers), block_role(rank, world))
-        for rank, layers in enumerate(request["ranges"])
-    ]
-    return {"report": json.loads(verify(nodes, by_rank).to_json())}
+    key, config = request["key"], request["config"]
+    granularity = Granularity(request["strategy"], Sharing(request["sharing"]))
+    imported = time.perf_counter()
+    model = export_model(config)
+    exported = time.perf_counter()
+    versions = compiler_versions()
+    variant = Variant(**request["variant"])
+    planned = make_plan(key, model, config, variant, granularity, target, versions)
+    for source_key, source in planned.sources.items():
+        source.write(cache.source_folder(source_key), cache.write)
+    cache.write(cache.graph_path(key), graph_to_json(model.nodes).encode())
+    cache.write(cache.plan_path(key), planned.plan.to_json().encode())
+    return {
+        "packages": imported - started,
+        "export": exported - imported,
+        "import": time.perf_counter() - exported,
+    }
 
 
 def _build(cache: Cache, target: Target, key: str) -> dict[str, Any]:
@@ -100,13 +85,10 @@ def _build(cache: Cache, target: Target, key: str) -> dict[str, Any]:
     from buddy_pipeline.compile.codegen import compile_object
     from buddy_pipeline.compile.lowering import lower_island, lower_kernel
 
-    folder = cache.source_folder(key)
-    index = json.loads((folder / "index.json").read_text())
-    modules = [lower_kernel((folder / f"{index['name']}.mlir").read_text())]
-    for island in index["islands"]:
-        text = (folder / island["file"]).read_text()
-        modules.append(lower_island(text, island["symbol"]))
-    payload = compile_object(modules, index["symbol"], target)
+    source = read_source(cache.source_folder(key))
+    modules = [lower_kernel(source.module)]
+    modules += [lower_island(text, symbol) for symbol, text in source.islands]
+    payload = compile_object(modules, source.symbols, target)
     cache.write_object(key, payload)
     return {"bytes": len(payload)}
 

@@ -17,11 +17,15 @@ from buddy_pipeline.partition.layers import block_role, layer_ranges
 
 
 def plan_model(model: Model, target: Target, cache: Cache, show: bool) -> tuple[Plan, float]:
-    """The model's plan, and the seconds it took to make (0 if the cache had it)."""
-    plan, seconds = ensure_plan(model.checkpoint.config, model.formats, target, cache)
-    if show and seconds:
-        print(f"exported and planned the model in {seconds:.1f} s", file=sys.stderr)
-    return plan, seconds
+    """The model's plan, and the seconds it took to make (0 if it was there)."""
+    if model.prebuilt is not None:
+        return model.prebuilt.plan, 0.0
+    plan, times = ensure_plan(
+        model.checkpoint.config, model.formats, target, cache, model.granularity
+    )
+    if show and times.total:
+        print(f"exported and planned the model in {times.total:.1f} s", file=sys.stderr)
+    return plan, times.total
 
 
 def build_objects(

@@ -10,18 +10,17 @@ from collections.abc import Sequence
 
 import typer
 
-from buddy_pipeline.launcher import options
+from buddy_pipeline.launcher import build_options, options
+from buddy_pipeline.launcher.build_commands import add_build_commands
 from buddy_pipeline.launcher.console import print_common_error
 from buddy_pipeline.launcher.default_command import DefaultCommandGroup
 from buddy_pipeline.launcher.settings import (
     MAX_SEQUENCES,
     Balance,
     BatchSettings,
-    CompileSettings,
     PlanBalance,
     PlanSettings,
     RunSettings,
-    VerifySettings,
 )
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.error_lines import USER_ERROR, describe
@@ -40,7 +39,9 @@ app = typer.Typer(
 @app.command("run", help="Answers a prompt. This is the default command.")
 def run(
     *,
-    spec: options.Spec,
+    spec: build_options.OptionalSpec = None,
+    build_dir: build_options.BuiltDir = None,
+    bundle: build_options.BundlePath = None,
     variant: options.Variant = None,
     exact: options.Exact = False,
     kv_cache_dtype: options.KvCacheDtype = None,
@@ -94,8 +95,12 @@ def run(
     if top_logits and json_file is None:
         raise UserError(f"--top-logits {top_logits} has nowhere to go: add --json FILE")
     _check_balance(split, balance)
+    if sum(source is not None for source in (spec, build_dir, bundle)) != 1:
+        raise UserError("run needs --spec, --build-dir or --bundle: give one of them")
     settings = RunSettings(
-        spec=spec,
+        spec=spec or "",
+        build_dir=build_dir,
+        bundle=bundle,
         variant=variant,
         exact=exact,
         kv_cache_dtype=kv_cache_dtype,
@@ -164,66 +169,6 @@ def batch(
     return batch_command(settings)
 
 
-@app.command("compile", help="Compiles what one rank needs, so that a run starts at once.")
-def compile_rank(
-    *,
-    spec: options.Spec,
-    rank: options.Rank = 0,
-    world: options.World = 1,
-    variant: options.Variant = None,
-    exact: options.Exact = False,
-    kv_cache_dtype: options.KvCacheDtype = None,
-    local_model: options.LocalModel = None,
-    split: options.Split = None,
-    cache_dir: options.CacheDir = None,
-    jobs: options.Jobs = None,
-    target_cpu: options.TargetCpu = None,
-) -> int:
-    """Fills the object cache for one rank."""
-    settings = CompileSettings(
-        spec=spec,
-        variant=variant,
-        exact=exact,
-        kv_cache_dtype=kv_cache_dtype,
-        local_model=local_model,
-        rank=rank,
-        world=world,
-        split=_split(split),
-        jobs=jobs,
-        target_cpu=target_cpu,
-        cache_dir=cache_dir,
-    )
-    from buddy_pipeline.launcher.building import compile_command
-
-    return compile_command(settings)
-
-
-@app.command("verify", help="Checks that a split covers the model's whole graph, in order.")
-def verify(
-    *,
-    spec: options.Spec,
-    world: options.World,
-    variant: options.Variant = None,
-    exact: options.Exact = False,
-    local_model: options.LocalModel = None,
-    split: options.Split = None,
-    report: options.Report = None,
-) -> int:
-    """Compares the partitions of all ranks with the exported graph."""
-    settings = VerifySettings(
-        spec=spec,
-        variant=variant,
-        exact=exact,
-        local_model=local_model,
-        world=world,
-        split=_split(split),
-        report=report,
-    )
-    from buddy_pipeline.launcher.verifying import verify_command
-
-    return verify_command(settings)
-
-
 @app.command("plan", help="Predicts memory and speed of a split for these hosts, at once.")
 def plan(
     *,
@@ -253,6 +198,9 @@ def plan(
     from buddy_pipeline.launcher.planning import plan_command
 
     return plan_command(settings)
+
+
+add_build_commands(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

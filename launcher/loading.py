@@ -62,16 +62,26 @@ def load_stage(
     role, target = block_role(world.rank, world.world), host_target()
     plan, _ = plan_model(model, target, cache, show)
     partitions = needed_partitions(plan, layers, role)
-    parameters = [p for partition in partitions for p in partition.parameters]
-    check_parameters(parameters, model.checkpoint)
-    jobs = max(1, default_jobs() // world.local_size)
-    build_objects(plan, partitions, target, cache, jobs, show)
+    parameters = list(dict.fromkeys(p for part in partitions for p in part.parameters))
+    weights = None if model.prebuilt is None else model.prebuilt.weights(parameters)
+    if weights is None:
+        check_parameters(parameters, model.checkpoint)
+    keys = plan.objects(partitions) if partitions else []
+    if model.prebuilt is None:
+        jobs = max(1, default_jobs() // world.local_size)
+        build_objects(plan, partitions, target, cache, jobs, show)
+        objects = [_object(key, cache) for key in keys]
+    else:
+        objects = model.prebuilt.objects(keys)
 
     # Compiler processes inherit the affinity, so the team is bound after they are done.
     team = threads_for(world, threads or model.spec.num_threads)
     prepare_threads(world, team)
-    library = _library(plan, partitions, cache) if partitions else None
-    weights = pack_parameters(parameters, model.checkpoint, team)
+    symbols = [plan.templates[p.template].symbol for p in partitions]
+    exported = [*DRIVER_SYMBOLS, *dict.fromkeys(symbols)]
+    library = Library(objects, exported) if partitions else None
+    if weights is None:
+        weights = pack_parameters(parameters, model.checkpoint, team)
     room = StageSizes(sizes.tokens, sizes.rows, sizes.slots, model.context, team)
     stage = Stage(plan, layers, role, weights, library, room)
     return LoadedStage(plan, partitions, stage, team)
@@ -88,15 +98,11 @@ def open_engine(
     yield Playback(loaded.stage, bounds, tokens=sizes.tokens, rows=sizes.rows), loaded
 
 
-def _library(plan: Plan, partitions: tuple[PartitionPlan, ...], cache: Cache) -> Library:
-    """The compiled code of these partitions in this process."""
-    objects = []
-    for key in plan.objects(partitions):
-        data = cache.read_object(key)
-        if data is None:
-            raise UserError(
-                f"{cache.object_path(key)} was removed or altered during the start: start again"
-            )
-        objects.append(data)
-    symbols = [plan.templates[p.template].symbol for p in partitions]
-    return Library(objects, [*DRIVER_SYMBOLS, *dict.fromkeys(symbols)])
+def _object(key: str, cache: Cache) -> bytes:
+    """An object that has just been built."""
+    data = cache.read_object(key)
+    if data is None:
+        raise UserError(
+            f"{cache.object_path(key)} was removed or altered during the start: start again"
+        )
+    return data

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from buddy_pipeline.compile.formats import weight_format
+from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.launcher.console import print_warning
 from buddy_pipeline.launcher.element_counts import check_float_total, chosen_counts
@@ -17,6 +19,7 @@ from buddy_pipeline.launcher.variants import known_cache_type, known_variant
 from buddy_pipeline.partition.errors import UserError
 
 if TYPE_CHECKING:
+    from buddy_pipeline.launcher.prebuilt import Prebuilt
     from buddy_pipeline.ranks.checkpoint import Checkpoint
 
 #: Names that configurations give to the number of positions a model was trained on.
@@ -42,11 +45,46 @@ class Model:
     context: int
     """Positions of one sequence."""
     layers: int
+    granularity: Granularity = COARSE_TEMPLATES
+    """How the graph is cut, and what like parts share."""
+    prebuilt: Prebuilt | None = None
+    """Where code and weights come from instead of being made."""
+    split: tuple[int, ...] | None = None
+    """Layers of each rank, where what was built is for one split only."""
 
     @property
     def variant(self) -> str:
         """The variant's name."""
         return self.formats.name
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """What is known of a model without reading its weights."""
+
+    path: Path
+    config: dict[str, Any]
+    formats: Variant
+    context: int
+    layers: int
+
+
+def resolve_model(settings: ModelSettings) -> ResolvedModel:
+    """Resolves the spec; of a Hugging Face directory only config.json must be there.
+
+    Where the weights are there too they have a say, as in `open_model`.
+    """
+    from buddy_pipeline.ranks.checkpoint import has_weights, read_config
+
+    spec = load_spec(settings.spec)
+    path = model_path(spec, settings.local_model)
+    if has_weights(path):
+        model = open_model(settings)
+        found = model.checkpoint.config
+        return ResolvedModel(path, found, model.formats, model.context, model.layers)
+    config = read_config(path)
+    formats = _with_cache(known_variant(settings.variant or spec.variant), settings, spec)
+    return ResolvedModel(path, config, formats, _context(spec, config), _layers(config))
 
 
 def open_model(settings: ModelSettings) -> Model:
@@ -82,6 +120,11 @@ def _formats(settings: ModelSettings, spec: Spec, checkpoint: Checkpoint) -> Var
             check_float_total(spec, checkpoint)
     if done is not None:
         formats = _as_quantised(formats, known_variant(done.variant), done.biased, checkpoint)
+    return _with_cache(formats, settings, spec)
+
+
+def _with_cache(formats: Variant, settings: ModelSettings, spec: Spec) -> Variant:
+    """The formats with the cache's type that was asked for."""
     cache = settings.kv_cache_dtype or spec.kv_cache_dtype
     return formats if cache is None else replace(formats, cache=known_cache_type(cache))
 
@@ -113,15 +156,20 @@ def _context(spec: Spec, config: dict[str, Any]) -> int:
 
 def _layer_count(checkpoint: Checkpoint) -> int:
     """The number of layers, checked before a graph of that many is made."""
-    layers = first_number(checkpoint.config, _LAYERS)
-    if layers is None:
-        raise UserError(
-            f"the model's config names no number of layers: add {_LAYERS[0]} to its config.json"
-        )
+    layers = _layers(checkpoint.config)
     if layers > len(checkpoint.tensors):
         raise UserError(
             f"{checkpoint.path}: its configuration has {layers} layers, but the weights are only"
             f" {len(checkpoint.tensors)} tensors; the two do not belong together"
+        )
+    return layers
+
+
+def _layers(config: dict[str, Any]) -> int:
+    layers = first_number(config, _LAYERS)
+    if layers is None:
+        raise UserError(
+            f"the model's config names no number of layers: add {_LAYERS[0]} to its config.json"
         )
     return layers
 

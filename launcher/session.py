@@ -15,6 +15,7 @@ from buddy_pipeline.launcher.balancing import first_ranges, measured_ranges
 from buddy_pipeline.launcher.building import plan_model
 from buddy_pipeline.launcher.loading import LoadedStage, StepSizes, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
+from buddy_pipeline.launcher.prebuilt import open_prebuilt
 from buddy_pipeline.launcher.settings import Balance, PipelineSettings
 from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
 from buddy_pipeline.partition.errors import UserError
@@ -139,16 +140,21 @@ class _Opened:
 
 
 def _open(world: World, settings: PipelineSettings, check: Check | None) -> _Opened:
-    model = open_model(settings)
+    cache = Cache.open(settings.cache_dir)
+    if settings.build_dir is None and settings.bundle is None:
+        model = open_model(settings)
+    else:
+        model = open_prebuilt(settings, world.rank, world.world, cache)
     profile = profile_settings(settings.profile_out)
     most = settings.max_sequences
-    ranges = first_ranges(model, world.world, settings.split, settings.balance, most)
+    split = settings.split if model.split is None else model.split
+    ranges = first_ranges(model, world.world, split, settings.balance, most)
     tokenizer = open_tokenizer(model.checkpoint.tokenizer) if world.rank == 0 else None
     if tokenizer is not None and check is not None:
         check(tokenizer, model.context)
     if world.rank == 0 and settings.profile_out is not None:
         check_folder(settings.profile_out)
-    return _Opened(model, tokenizer, ranges, Cache.open(settings.cache_dir), profile)
+    return _Opened(model, tokenizer, ranges, cache, profile)
 
 
 def _plan(world: World, opened: _Opened) -> Plan:

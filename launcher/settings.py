@@ -63,6 +63,10 @@ class PipelineSettings(ModelSettings):
     balance: Balance = Balance.EVEN
     cache_dir: Path | None = None
     """Where compiled objects are kept; None is a folder in the user's cache."""
+    build_dir: Path | None = None
+    """A build directory to run, in place of a spec."""
+    bundle: Path | None = None
+    """A rank's bundle, or a folder of them, to run, in place of a spec."""
     max_sequences: int = 1
     """Sequences that run at once; others wait."""
     microbatches: int | None = None
@@ -114,13 +118,57 @@ class CompileSettings(ModelSettings):
 
 
 @dataclass(frozen=True, kw_only=True)
+class BuildSettings(ModelSettings):
+    """`buddy-pipeline gen-config`: how a model is cut and for what it is compiled."""
+
+    strategy: str
+    """The split strategy's name."""
+    whole_graph: bool
+    """One module without templates, for comparison."""
+    target_triple: str | None
+    target_cpu: str | None
+    target_features: str | None
+    """LLVM's names; None is this machine's."""
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """What every stage on a build directory takes."""
+
+    build_dir: Path | None
+    """None is the folder of the configuration."""
+    cache_dir: Path | None
+    jobs: int | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportSettings:
+    """`buddy-pipeline import`."""
+
+    rank: int | None
+    """Whose partitions are written; None is every rank's."""
+    world: int
+    split: tuple[int, ...] | None
+    full_mlir: bool
+    weights: bool
+    reuse_weights: bool
+    direct_weights: bool
+    debug_wrappers: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifySettings(ModelSettings):
-    """`buddy-pipeline verify`: the structural check of a split."""
+    """`buddy-pipeline verify`: the structural check of a split, and a numeric one."""
 
     world: int
     split: tuple[int, ...] | None
+    strategy: str
+    """How layers are cut."""
+    numeric: tuple[str, ...]
+    """Prompts to compare logits on; none leaves that out."""
     report: Path | None
     """Where the JSON report goes; None is standard output."""
+    cache_dir: Path | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
+ATTENTION_OP = "bp.attention.default"
+"""The op of every attention node, whatever the model."""
+
 
 class NodeKind(Enum):
     """What a node is to the pipeline."""
@@ -52,7 +55,7 @@ class Partition:
     in graph order and name neither parameters nor constants, which are loaded, not passed.
     """
 
-    name: str  # "positions", "prelude", "layer3", "postlude"
+    name: str  # "positions", "prelude", "layer3" or "layer3.self_attn", "postlude"
     unit: Unit
     nodes: tuple[str, ...]  # in graph order
     inputs: tuple[str, ...]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph import (
+    ATTENTION_OP,
     GraphNode,
     NodeKind,
     Partition,
@@ -17,11 +18,12 @@ from buddy_pipeline.partition.graph import (
     position_only,
 )
 from buddy_pipeline.partition.layers import BlockRole
+from buddy_pipeline.partition.strategies import STRATEGIES, Layer, Splitter
 
-ATTENTION_OP = "bp.attention.default"
 
-
-def partition_graph(nodes: Sequence[GraphNode]) -> list[Partition]:
+def partition_graph(
+    nodes: Sequence[GraphNode], split: Splitter = STRATEGIES["coarse"]
+) -> list[Partition]:
     """All partitions of a model in pipeline order: positions, prelude, layers 0 to n - 1, postlude.
 
     `nodes` is the whole graph in execution order, without dead nodes. Values that depend on
@@ -29,38 +31,48 @@ def partition_graph(nodes: Sequence[GraphNode]) -> list[Partition]:
     rest, a node inside a layer's module belongs to that layer. A node outside all layers belongs to
     the prelude before the first layer's nodes, to the postlude after the last layer's, and to the
     layer just left in between. Positions, prelude and postlude are left out where they are empty.
+    `split` cuts each layer into its partitions, by default one.
 
     Raises UserError if the graph has no attention, attends outside one list of layers, runs its
     layers interleaved or out of order, or takes its result from before its end, and ValueError if
     the graph itself is malformed.
     """
-    node_table(nodes)
+    table = node_table(nodes)
     layer_of = _layer_of_nodes(nodes)
     members: dict[Unit, list[str]] = defaultdict(list)
     for name, unit in _assign_units(nodes, layer_of):
         members[unit].append(name)
     order: list[Unit] = ["positions", "prelude", *sorted(set(layer_of.values())), "postlude"]
-    units = [unit for unit in order if members[unit]]
-    owner = {name: unit for unit in units for name in members[unit]}
-    _check_result(nodes, owner, units[-1])
+    path = _layer_list(nodes)
+    pieces: list[tuple[Unit, str, tuple[str, ...]]] = []
+    for unit in order:
+        if isinstance(unit, int):
+            layer = Layer(f"{path}.{unit}", tuple(table[n] for n in members[unit]))
+            for piece in split(layer):
+                name = f"layer{unit}.{piece.name}" if piece.name else f"layer{unit}"
+                pieces.append((unit, name, tuple(node.name for node in piece.nodes)))
+        elif members[unit]:
+            pieces.append((unit, unit, tuple(members[unit])))
+    owner = {member: name for _, name, inside in pieces for member in inside}
+    _check_result(nodes, owner, pieces[-1][1])
 
     readers = _readers(nodes, owner)
     return [
         Partition(
-            name=f"layer{unit}" if isinstance(unit, int) else unit,
+            name=name,
             unit=unit,
-            nodes=tuple(members[unit]),
+            nodes=inside,
             inputs=tuple(
                 node.name
                 for node in nodes
-                if unit in readers[node.name]
-                and owner.get(node.name) != unit
+                if name in readers[node.name]
+                and owner.get(node.name) != name
                 and node.kind not in (NodeKind.PARAMETER, NodeKind.CONSTANT)
             ),
-            outputs=tuple(name for name in members[unit] if readers[name] - {unit}),
+            outputs=tuple(member for member in inside if readers[member] - {name}),
             replicated=unit == "positions",
         )
-        for unit in units
+        for unit, name, inside in pieces
     ]
 
 
@@ -78,7 +90,7 @@ def block_partitions(
     that ends it, and the replicated ones whose values those use. A rank with no layers at neither
     end gets none. Raises UserError if `layers` reaches past the model's.
     """
-    count = sum(isinstance(partition.unit, int) for partition in partitions)
+    count = len({p.unit for p in partitions if isinstance(p.unit, int)})
     if layers and not 0 <= layers.start < layers.stop <= count:
         raise UserError(
             f"layers {layers.start} to {layers.stop - 1} are not all in the model:"
@@ -195,16 +207,16 @@ def _list_entries(module: str) -> list[tuple[str, int]]:
     return [(".".join(parts[:i]), int(part)) for i, part in enumerate(parts) if part.isdecimal()]
 
 
-def _readers(nodes: Sequence[GraphNode], owner: Mapping[str, Unit]) -> dict[str, set[Unit | None]]:
-    """The units whose nodes read each value, by the value's name; None stands for the output."""
-    readers: dict[str, set[Unit | None]] = defaultdict(set)
+def _readers(nodes: Sequence[GraphNode], owner: Mapping[str, str]) -> dict[str, set[str | None]]:
+    """The partitions whose nodes read each value, by the value's name; None is the output."""
+    readers: dict[str, set[str | None]] = defaultdict(set)
     for node in nodes:
         for name in node.inputs:
             readers[name].add(owner.get(node.name))
     return readers
 
 
-def _check_result(nodes: Sequence[GraphNode], owner: Mapping[str, Unit], last: Unit) -> None:
+def _check_result(nodes: Sequence[GraphNode], owner: Mapping[str, str], last: str) -> None:
     """The result must come out of the last partition, since only rank 0 hands it on."""
     results = [name for node in nodes if node.kind is NodeKind.OUTPUT for name in node.inputs]
     if not results:

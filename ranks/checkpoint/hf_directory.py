@@ -21,6 +21,12 @@ def open_hf_directory(path: Path) -> Checkpoint:
         UserError: a file is missing or malformed, or the weights are quantised in a scheme that
             needs more than reading numbers.
     """
+    config = read_hf_config(path)
+    return Checkpoint(path, config, _stored_tensors(path), _tokenizer_source(path, config))
+
+
+def read_hf_config(path: Path) -> dict[str, Any]:
+    """Read a directory's `config.json`; UserError as in `open_hf_directory`."""
     if not (path / _CONFIG).is_file():
         raise UserError(f"{path} has no {_CONFIG}; give a Hugging Face model directory")
     config = read_json_object(path / _CONFIG)
@@ -31,7 +37,7 @@ def open_hf_directory(path: Path) -> Checkpoint:
             f"{path / _CONFIG} has a quantization_config, which is not supported; "
             "use the unquantised checkpoint or a GGUF file"
         )
-    return Checkpoint(path, config, _stored_tensors(path), _tokenizer_source(path, config))
+    return config
 
 
 def _stored_tensors(path: Path) -> dict[str, SafetensorsTensor]:

@@ -63,7 +63,7 @@ def runnable_targets() -> list[Any]:
 @functools.cache
 def kernel_object(text: str, symbol: str, target: Target) -> bytes:
     """The object file of a module that an emitter wrote."""
-    return compile_object([lower_kernel(text)], symbol, target)
+    return compile_object([lower_kernel(text)], [symbol], target)
 
 
 @functools.cache

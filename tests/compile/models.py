@@ -6,12 +6,14 @@ from typing import Any
 from buddy_pipeline.compile.codegen import compile_object
 from buddy_pipeline.compile.drafting import Drafted, Drafter
 from buddy_pipeline.compile.export import ExportedModel, export_model
+from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
 from buddy_pipeline.compile.islands import Island, import_island, signature
 from buddy_pipeline.compile.kernels.driver import DRIVER, TICKS
 from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.lowering import lower_island, lower_kernel
 from buddy_pipeline.compile.manifest import Plan
-from buddy_pipeline.compile.planner import Source, make_plan
+from buddy_pipeline.compile.planner import make_plan
+from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import Target, host_target
 from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.partition.graph import GraphNode
@@ -77,11 +79,19 @@ def large_llama() -> Model:
 
 
 @functools.cache
-def planned(family: str, variant: str = "f32") -> tuple[Plan, dict[str, Source]]:
+def planned(
+    family: str,
+    variant: str = "f32",
+    granularity: Granularity = COARSE_TEMPLATES,
+    **overrides: Any,
+) -> tuple[Plan, dict[str, Source]]:
     """The plan of a tiny model for the host, and the sources of its objects."""
-    return make_plan(
-        "key", tiny_config(family), VARIANTS[variant], host_target(), {"compiler": "1"}
+    config = tiny_config(family, **overrides)
+    exported = export_model(config) if overrides else model(family).exported
+    made = make_plan(
+        "key", exported, config, VARIANTS[variant], granularity, host_target(), {"compiler": "1"}
     )
+    return made.plan, made.sources
 
 
 def plan(family: str) -> Plan:
@@ -102,4 +112,4 @@ def library(family: str, variant: str = "f32") -> Library:
 def _object(source: Source) -> bytes:
     modules = [lower_kernel(source.module)]
     modules += [lower_island(text, symbol) for symbol, text in source.islands]
-    return compile_object(modules, source.symbol, host_target())
+    return compile_object(modules, source.symbols, host_target())

@@ -2,10 +2,10 @@
 
 import pytest
 
-from buddy_pipeline.compile.planner import Source, make_plan
-from buddy_pipeline.compile.target import host_target, named_target
-from buddy_pipeline.compile.variant import VARIANTS
-from tests.checkpoints import FAMILIES, tiny_config
+from buddy_pipeline.compile.granularity import Granularity, Sharing
+from buddy_pipeline.compile.source import Source
+from buddy_pipeline.compile.target import named_target
+from tests.checkpoints import FAMILIES
 from tests.compile.models import plan, planned
 
 on_each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -45,7 +45,7 @@ def test_the_result_is_the_logits(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_variants_share_nothing_but_what_has_no_weights(family: str) -> None:
     plain, half = planned(family)[1], planned(family, "f16")[1]
-    shared = {plain[key].symbol for key in plain.keys() & half.keys()}
+    shared = {plain[key].symbols[0] for key in plain.keys() & half.keys()}
     assert "bp_run_stage" in shared
     assert not any("linear" in s or "attention" in s or "embedding" in s for s in shared)
     assert {p.form for q in planned(family, "f16")[0].partitions for p in q.parameters} <= {
@@ -56,29 +56,51 @@ def test_variants_share_nothing_but_what_has_no_weights(family: str) -> None:
 
 def test_a_plan_is_the_same_every_time() -> None:
     made, sources = planned("llama")
-    again = make_plan(
-        "key", tiny_config("llama"), VARIANTS["f32"], host_target(), {"compiler": "1"}
-    )
+    again = planned.__wrapped__("llama")
     assert (made.to_json(), list(sources)) == (again[0].to_json(), list(again[1]))
 
 
 def test_models_that_differ_in_depth_alone_share_all_objects() -> None:
-    config = tiny_config("llama", num_hidden_layers=7)
-    deeper, sources = make_plan("other", config, VARIANTS["f32"], host_target(), {"compiler": "1"})
+    deeper, sources = planned("llama", num_hidden_layers=7)
     assert set(sources) == set(planned("llama")[1])
     assert deeper.layers == 7
 
 
 def test_what_decides_a_source_is_part_of_its_key() -> None:
     target, versions = named_target("x86-64-v3"), {"llvmlite": "1"}
-    base = Source("name", "symbol", "module", (("island", "text"),))
+    base = Source("name", ("symbol",), "module", (("island", "text"),))
     key = base.key(target, versions)
     others = [
-        Source("name", "symbol", "module2", base.islands).key(target, versions),
-        Source("name", "symbol2", "module", base.islands).key(target, versions),
-        Source("name", "symbol", "module", (("island", "text2"),)).key(target, versions),
+        Source("name", ("symbol",), "module2", base.islands).key(target, versions),
+        Source("name", ("symbol2",), "module", base.islands).key(target, versions),
+        Source("name", ("symbol",), "module", (("island", "text2"),)).key(target, versions),
         base.key(named_target("x86-64-v4"), versions),
         base.key(target, {"llvmlite": "2"}),
     ]
     assert len({key, *others}) == 6
-    assert Source("name", "symbol", "module", base.islands).key(target, versions) == key
+    assert Source("name", ("symbol",), "module", base.islands).key(target, versions) == key
+
+
+@on_each_family
+def test_the_whole_graph_is_one_object_beside_the_kernels(family: str) -> None:
+    whole, sources = planned(family, granularity=Granularity("coarse", Sharing.WHOLE_GRAPH))
+    shared, _ = planned(family)
+    graph = next(source for source in sources.values() if source.name == "whole_graph")
+    assert set(graph.symbols) == {t.symbol for t in whole.templates.values()}
+    assert len(whole.templates) == len(whole.partitions) == len(shared.partitions)
+    assert {t.objects[0] for t in whole.templates.values()} == {
+        key for key, source in sources.items() if source is graph
+    }
+
+
+@on_each_family
+def test_finer_strategies_have_more_partitions_and_still_few_templates(family: str) -> None:
+    counts = [
+        len(planned(family, granularity=Granularity(strategy))[0].partitions)
+        for strategy in ("coarse", "block", "fine")
+    ]
+    assert counts == sorted(set(counts))
+    fine = planned(family, granularity=Granularity("fine"))[0]
+    like = [p.template for p in fine.partitions if p.unit == "0"]
+    others = [p.template for p in fine.partitions if p.unit == "2"]
+    assert like == others

@@ -14,6 +14,7 @@ from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.service import (
     Built,
     CompileError,
+    PlanTimes,
     ensure_objects,
     ensure_plan,
     missing_objects,
@@ -37,7 +38,7 @@ def put_source(cache: Cache, name: str, body: str = "return") -> str:
         t.line(body)
     folder = cache.source_folder(f"key-{name}")
     write_atomically(folder / f"{name}.mlir", str(t).encode())
-    index = {"name": name, "symbol": f"bp_{name}", "islands": []}
+    index = {"name": name, "symbols": [f"bp_{name}"], "islands": []}
     write_atomically(folder / "index.json", json.dumps(index).encode())
     return f"key-{name}"
 
@@ -170,11 +171,11 @@ def test_a_plan_is_made_once_and_not_used_when_it_is_damaged(
     cache: Cache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, target = tiny_config("llama"), host_target()
-    plan, seconds = ensure_plan(config, VARIANTS["f32"], target, cache)
-    assert seconds > 0
+    plan, times = ensure_plan(config, VARIANTS["f32"], target, cache)
+    assert times.total > times.export > 0
     keys = plan.objects(plan.partitions)
     assert missing_objects(keys, cache) == keys
-    assert ensure_plan(config, VARIANTS["f32"], target, cache) == (plan, 0.0)
+    assert ensure_plan(config, VARIANTS["f32"], target, cache) == (plan, PlanTimes())
 
     path = cache.plan_path(plan.key)
     text = path.read_text()

@@ -15,9 +15,10 @@ from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.compile.versions import compiler_versions, plan_key, still_current
 from tests.checkpoints import FAMILIES, tiny_config
 
+F32 = VARIANTS["f32"]
 TARGET = named_target("x86-64-v3")
 CONFIG = tiny_config("llama")
-KEY = plan_key(CONFIG, VARIANTS["f32"], TARGET)
+KEY = plan_key(CONFIG, F32, TARGET)
 ROOT = Path(__file__).parents[2]
 
 
@@ -34,11 +35,11 @@ ROOT = Path(__file__).parents[2]
 def test_entries_that_do_not_change_the_model_do_not_change_the_key(
     entries: dict[str, Any],
 ) -> None:
-    assert plan_key({**CONFIG, **entries}, VARIANTS["f32"], TARGET) == KEY
+    assert plan_key({**CONFIG, **entries}, F32, TARGET) == KEY
 
 
 def test_order_of_entries_does_not_change_the_key() -> None:
-    assert plan_key(dict(reversed(CONFIG.items())), VARIANTS["f32"], TARGET) == KEY
+    assert plan_key(dict(reversed(CONFIG.items())), F32, TARGET) == KEY
 
 
 @pytest.mark.parametrize(
@@ -54,22 +55,20 @@ def test_order_of_entries_does_not_change_the_key() -> None:
     ],
 )
 def test_entries_that_may_change_the_model_change_the_key(entries: dict[str, Any]) -> None:
-    assert plan_key({**CONFIG, **entries}, VARIANTS["f32"], TARGET) != KEY
+    assert plan_key({**CONFIG, **entries}, F32, TARGET) != KEY
 
 
 def test_variant_and_cpu_change_the_key() -> None:
     others = [
         plan_key(CONFIG, VARIANTS["bf16"], TARGET),
-        plan_key(CONFIG, VARIANTS["f32"], named_target("x86-64-v4")),
-        plan_key(CONFIG, VARIANTS["f32"], replace(TARGET, features="+avx512bf16")),
+        plan_key(CONFIG, F32, named_target("x86-64-v4")),
+        plan_key(CONFIG, F32, replace(TARGET, features="+avx512bf16")),
     ]
     assert len({KEY, *others}) == 4
 
 
 def test_every_family_has_a_key_of_its_own() -> None:
-    assert len({plan_key(tiny_config(f), VARIANTS["f32"], TARGET) for f in FAMILIES}) == len(
-        FAMILIES
-    )
+    assert len({plan_key(tiny_config(f), F32, TARGET) for f in FAMILIES}) == len(FAMILIES)
 
 
 def digest_of(root: Path) -> str:

@@ -95,6 +95,8 @@ def _plan(layers: int, regions: tuple[str, ...]) -> Plan:
         key="",
         made_with={},
         variant="f32",
+        strategy="coarse",
+        sharing="templates",
         target={},
         layers=layers,
         vocab_size=0,

@@ -68,7 +68,7 @@ def compile_loops(target: Target) -> Objects:
     loops = [loop for loop in (fma_f32(target), fma_bf16(target)) if loop is not None]
     sources = [(DRIVER, emit_driver(target)), (READ, emit_read(target))]
     sources += [(loop.symbol, loop.text) for loop in loops]
-    images = tuple(compile_object([lower_kernel(text)], name, target) for name, text in sources)
+    images = tuple(compile_object([lower_kernel(text)], [name], target) for name, text in sources)
     return Objects(target, images, {loop.symbol: loop.flops for loop in loops})
 
 

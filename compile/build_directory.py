@@ -1,0 +1,338 @@
+"""The build directory: what `import` and `compile` leave for people and for the next stage.
+
+    config.json               what was resolved from the spec
+    partition_manifest.json   partitions, their owner, files and hashes
+    plan.json                 what a stage needs to run
+    graph.json                the exported graph, for the verifier
+    mlir/forward_PHASE.mlir   the combined entry of each phase
+    mlir/subgraph0_PHASEN.mlir  the entry of partition N
+    mlir/NAME/                the code of one object: its module and islands
+    objects/NAME.o            the object files
+    weights/                  packed weights (see ranks.weight_files)
+
+A stage writes its files first and the manifest last, each whole or not at all, so a stage that
+fails leaves what was there usable.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from buddy_pipeline.compile.cache import Cache, write_atomically
+from buddy_pipeline.compile.entry_files import (
+    PHASES,
+    emit_forward,
+    emit_subgraph,
+    forward_name,
+    subgraph_name,
+)
+from buddy_pipeline.compile.manifest import Plan
+from buddy_pipeline.compile.partition_manifest import (
+    Entry,
+    ObjectEntry,
+    PartitionManifest,
+    parse_manifest,
+)
+from buddy_pipeline.compile.source import Source, read_source
+from buddy_pipeline.compile.target import Target
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.partition.layers import block_role
+
+#: What the manifest says on prefill and decode.
+_SHARED = (
+    "Graphs are exported with one token and compiled for any number: the prefill and the decode "
+    "file of a partition are entries to the same code."
+)
+
+
+@dataclass(frozen=True)
+class BuildDirectory:
+    """One build directory."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.json"
+
+    @property
+    def manifest(self) -> Path:
+        """The partition manifest."""
+        return self.root / "partition_manifest.json"
+
+    @property
+    def plan(self) -> Path:
+        """The plan, with the keys of the objects here."""
+        return self.root / "plan.json"
+
+    @property
+    def graph(self) -> Path:
+        """The exported graph."""
+        return self.root / "graph.json"
+
+    @property
+    def mlir(self) -> Path:
+        """The folder of MLIR files."""
+        return self.root / "mlir"
+
+    @property
+    def objects(self) -> Path:
+        """The folder of object files."""
+        return self.root / "objects"
+
+    @property
+    def weights(self) -> Path:
+        """The folder of packed weights."""
+        return self.root / "weights"
+
+    def create(self) -> None:
+        """Makes the folder; UserError if that cannot be."""
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def write(self, path: Path, data: bytes) -> None:
+        """Stores a file of this directory, if it differs; UserError if that cannot be."""
+        try:
+            if not path.exists() or path.read_bytes() != data:
+                write_atomically(path, data)
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: OSError) -> UserError:
+        return UserError(
+            f"build directory '{self.root}' cannot be written: {error.strerror}; give another one"
+            " with --build-dir"
+        )
+
+    def read_manifest(self) -> PartitionManifest:
+        """The manifest; UserError if there is none, or it is of another version or was changed."""
+        again = "run 'buddy-pipeline import' again"
+        try:
+            data = json.loads(self.manifest.read_text())
+        except FileNotFoundError:
+            raise UserError(
+                f"build directory '{self.root}' has no {self.manifest.name}:"
+                " run 'buddy-pipeline import' first"
+            ) from None
+        except (ValueError, OSError) as error:
+            raise UserError(f"{self.manifest} cannot be read ({error}): {again}") from None
+        try:
+            return parse_manifest(data)
+        except ValueError as error:
+            raise UserError(f"{self.manifest} {error}: {again}") from None
+
+    def read_plan(self) -> Plan:
+        """The plan; UserError if it is missing or not readable."""
+        try:
+            return Plan.from_json(self.plan.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{self.plan} cannot be read ({error}): run 'buddy-pipeline import' again"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which ranks there are, and whose partitions are wanted."""
+
+    ranges: tuple[range, ...]  # layers by rank
+    ranks: tuple[int, ...]
+    owners: Mapping[str, tuple[int, ...]]  # partition: the ranks that run it
+
+    @staticmethod
+    def of(plan: Plan, ranges: Sequence[range], ranks: Sequence[int]) -> "Share":
+        """The share of `ranks` in a pipeline with these layers (index = rank)."""
+        owners: dict[str, tuple[int, ...]] = {p.name: () for p in plan.partitions}
+        for rank, layers in enumerate(ranges):
+            for partition in plan.for_rank(layers, block_role(rank, len(ranges))):
+                owners[partition.name] += (rank,)
+        return Share(tuple(ranges), tuple(ranks), owners)
+
+    @property
+    def split(self) -> tuple[int, ...]:
+        """Layers of each rank."""
+        return tuple(len(layers) for layers in self.ranges)
+
+
+def write_imported(
+    directory: BuildDirectory,
+    plan: Plan,
+    cache: Cache,
+    share: Share,
+    config_digest: str,
+    full_mlir: bool,
+) -> PartitionManifest:
+    """Writes the MLIR of the wanted partitions from the cache, then graph, plan and manifest."""
+    numbers = [
+        n for n, p in enumerate(plan.partitions) if set(share.owners[p.name]) & set(share.ranks)
+    ]
+    wanted = tuple(plan.partitions[n] for n in numbers)
+    objects: list[ObjectEntry] = []
+    for key in plan.objects(wanted):
+        source = read_source(cache.source_folder(key))
+        source.write(directory.mlir / source.name, directory.write)
+        objects.append(_object_entry(key, source))
+    folders = {entry.key: entry.name for entry in objects}
+
+    entries = []
+    for number, partition in zip(numbers, wanted, strict=True):
+        template = plan.templates[partition.template]
+        folder = folders[template.objects[0]]
+        files, hashes = {}, {}
+        for phase in PHASES:
+            files[phase] = f"{subgraph_name(number, phase)}.mlir"
+            text = emit_subgraph(plan, number, phase, f"{folder}/{folder}.mlir").encode()
+            directory.write(directory.mlir / files[phase], text)
+            hashes[phase] = hashlib.sha256(text).hexdigest()
+        owners = share.owners[partition.name]
+        entries.append(
+            Entry(
+                number,
+                partition.name,
+                partition.unit,
+                owners,
+                partition.template,
+                folder,
+                partition.inputs,
+                partition.outputs,
+                files,
+                hashes,
+            )
+        )
+    combined: dict[str, str | None] = dict.fromkeys(PHASES)
+    if full_mlir:
+        for phase in PHASES:
+            combined[phase] = f"{forward_name(phase)}.mlir"
+            text = emit_forward(plan, numbers, phase).encode()
+            directory.write(directory.mlir / f"{forward_name(phase)}.mlir", text)
+
+    manifest = PartitionManifest(
+        config=config_digest,
+        made_with=plan.made_with,
+        variant=plan.variant,
+        strategy=plan.strategy,
+        sharing=plan.sharing,
+        world=len(share.ranges),
+        ranks=share.ranks,
+        split=share.split,
+        counts={
+            "layers": plan.layers,
+            **{phase: len(entries) for phase in PHASES},
+            "templates": len({entry.template for entry in entries}),
+            "objects": len(objects),
+        },
+        phases=combined,
+        shared_by_phases=_SHARED,
+        partitions=tuple(entries),
+        objects=tuple(objects),
+    )
+    directory.write(directory.graph, cache.graph_path(plan.key).read_bytes())
+    directory.write(directory.plan, plan.to_json().encode())
+    directory.write(directory.manifest, manifest.to_json().encode())
+    return manifest
+
+
+def current_keys(
+    directory: BuildDirectory, manifest: PartitionManifest, target: Target, cache: Cache
+) -> dict[str, str]:
+    """The object keys that the MLIR files here have now, by the keys they were imported with.
+
+    The two differ for MLIR that was edited, which is then compiled as it is. Sources that the cache
+    lacks are written to it. UserError if a file is missing.
+    """
+    keys = {}
+    for entry in manifest.objects:
+        folder = directory.mlir / entry.name
+        try:
+            source = read_source(folder)
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{folder} is not complete ({error}): run 'buddy-pipeline import' again"
+            ) from None
+        unchanged = _hashes(source) == entry.mlir
+        keys[entry.key] = entry.key if unchanged else source.key(target, manifest.made_with)
+        source.write(cache.source_folder(keys[entry.key]), cache.write)
+    return keys
+
+
+def write_objects(
+    directory: BuildDirectory,
+    manifest: PartitionManifest,
+    plan: Plan,
+    keys: Mapping[str, str],
+    cache: Cache,
+) -> PartitionManifest:
+    """Copies compiled objects from the cache, then writes plan and manifest with their keys."""
+    objects = []
+    for entry in manifest.objects:
+        data = cache.read_object(keys[entry.key])
+        if data is None:
+            raise UserError(f"{cache.object_path(keys[entry.key])} was removed: compile again")
+        file = f"{entry.name}.o"
+        directory.write(directory.objects / file, data)
+        digest = hashlib.sha256(data).hexdigest()
+        hashes = _hashes(read_source(directory.mlir / entry.name))
+        objects.append(
+            replace(
+                entry,
+                key=keys[entry.key],
+                mlir=hashes,
+                file=file,
+                sha256=digest,
+                bytes=len(data),
+            )
+        )
+    templates = {
+        name: replace(template, objects=tuple(keys.get(k, k) for k in template.objects))
+        for name, template in plan.templates.items()
+    }
+    driver = keys.get(plan.driver, plan.driver)
+    compiled = replace(manifest, objects=tuple(objects))
+    plan = replace(plan, templates=templates, driver=driver)
+    directory.write(directory.plan, plan.to_json().encode())
+    directory.write(directory.manifest, compiled.to_json().encode())
+    return compiled
+
+
+def read_objects(
+    directory: BuildDirectory, manifest: PartitionManifest, keys: Sequence[str]
+) -> dict[str, bytes]:
+    """The object files of these keys; UserError if one is not compiled, missing or altered."""
+    entries = {entry.key: entry for entry in manifest.objects}
+    found = {}
+    for key in keys:
+        entry = entries.get(key)
+        if entry is None:
+            raise UserError(
+                f"build directory '{directory.root}' was imported for ranks"
+                f" {', '.join(map(str, manifest.ranks))} of {manifest.world} only:"
+                " import it for this rank too"
+            )
+        if entry.file is None:
+            raise UserError(
+                f"build directory '{directory.root}' is not compiled yet:"
+                " run 'buddy-pipeline compile --config' on it"
+            )
+        path = directory.objects / entry.file
+        data = path.read_bytes() if path.is_file() else b""
+        if hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise UserError(f"{path} is missing or was altered: compile the build directory again")
+        found[key] = data
+    return found
+
+
+def _object_entry(key: str, source: Source) -> ObjectEntry:
+    return ObjectEntry(source.name, key, source.symbols, _hashes(source))
+
+
+def _hashes(source: Source) -> dict[str, str]:
+    """SHA-256 of a source's files, by their place below mlir/."""
+    return {
+        f"{source.name}/{name}": hashlib.sha256(text.encode()).hexdigest()
+        for name, text in source.files().items()
+    }

@@ -1,0 +1,141 @@
+"""The build configuration: everything that a spec leaves to be found out, written down.
+
+`gen-config` makes it, the other stages read it, so that they agree without reading the spec again.
+"""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from buddy_pipeline.compile.granularity import Granularity, Sharing
+from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.variant import Variant
+from buddy_pipeline.launcher.model import resolve_model
+from buddy_pipeline.launcher.settings import BuildSettings
+from buddy_pipeline.partition.errors import UserError
+
+#: Raised whenever the meaning of a field changes.
+FORMAT_VERSION = 1
+#: Sizes that configurations give, in the order in which they are shown.
+_SHAPES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """What is built: a model, cut and compiled in one way for one kind of CPU."""
+
+    spec: str
+    model_path: str
+    """Where config.json, and the weights if they are needed, come from."""
+    formats: Variant
+    context: int
+    layers: int
+    granularity: Granularity
+    target: Target
+    model: dict[str, Any]
+    """The Hugging Face configuration."""
+
+    @property
+    def variant(self) -> str:
+        """The variant's name."""
+        return self.formats.name
+
+    @property
+    def family(self) -> str:
+        """The model type that transformers knows it by."""
+        return str(self.model["model_type"])
+
+    def to_json(self) -> str:
+        """JSON text; `shapes` and `token_counts` are for the reader."""
+        shapes = {name: self.model[name] for name in _SHAPES if name in self.model}
+        return (
+            json.dumps(
+                {
+                    "format": FORMAT_VERSION,
+                    "spec": self.spec,
+                    "model_path": self.model_path,
+                    "formats": asdict(self.formats),
+                    "context": self.context,
+                    "layers": self.layers,
+                    **asdict(self.granularity),
+                    "shapes": shapes,
+                    "token_counts": {"prefill": f"1 to {self.context}", "decode": "any"},
+                    "target": asdict(self.target),
+                    "model": self.model,
+                },
+                indent=1,
+            )
+            + "\n"
+        )
+
+    def digest(self) -> str:
+        """SHA-256 of what decides the generated code and files."""
+        decisive = asdict(self)
+        del decisive["spec"], decisive["model_path"]
+        return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
+
+
+def resolve_config(settings: BuildSettings) -> BuildConfig:
+    """The configuration of a spec and options; no weights are read."""
+    from buddy_pipeline.compile.custom_target import chosen_target
+    from buddy_pipeline.partition.strategies import layer_splitter
+
+    resolved = resolve_model(settings)
+    layer_splitter(settings.strategy, str(resolved.config["model_type"]))
+    sharing = Sharing.WHOLE_GRAPH if settings.whole_graph else Sharing.TEMPLATES
+    target = chosen_target(settings.target_triple, settings.target_cpu, settings.target_features)
+    return BuildConfig(
+        spec=settings.spec,
+        model_path=str(resolved.path),
+        formats=resolved.formats,
+        context=resolved.context,
+        layers=resolved.layers,
+        granularity=Granularity(settings.strategy, sharing),
+        target=target,
+        model=resolved.config,
+    )
+
+
+def load_config(path: Path) -> BuildConfig:
+    """Reads what `to_json` wrote; UserError for anything else."""
+    again = "run 'buddy-pipeline gen-config' again"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or "it is not JSON"
+        raise UserError(f"--config {path} cannot be read ({why}): {again}") from None
+    return config_of(data, f"--config {path}")
+
+
+def config_of(data: Any, where: str) -> BuildConfig:
+    """The configuration of `to_json`'s data; UserError, naming `where`, for anything else."""
+    again = "run 'buddy-pipeline gen-config' again"
+    if not isinstance(data, dict) or "format" not in data or "model" not in data:
+        raise UserError(f"{where} is no build configuration: {again}")
+    if data["format"] != FORMAT_VERSION:
+        raise UserError(
+            f"{where} has format {data['format']}, but this version reads format"
+            f" {FORMAT_VERSION}: {again}"
+        )
+    try:
+        return BuildConfig(
+            spec=data["spec"],
+            model_path=data["model_path"],
+            formats=Variant(**data["formats"]),
+            context=int(data["context"]),
+            layers=int(data["layers"]),
+            granularity=Granularity(data["strategy"], Sharing(data["sharing"])),
+            target=Target(**data["target"]),
+            model=dict(data["model"]),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{where} is not complete ({error}): {again}") from None

@@ -1,0 +1,113 @@
+"""What was built before a run: a build directory or a bundle; nothing is compiled or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from buddy_pipeline.compile.build_directory import BuildDirectory, read_objects
+from buddy_pipeline.compile.manifest import Parameter, Plan
+from buddy_pipeline.compile.target import Target, check_runs_here
+from buddy_pipeline.launcher.build_config import BuildConfig, load_config
+from buddy_pipeline.launcher.model import Model
+from buddy_pipeline.launcher.settings import PipelineSettings
+from buddy_pipeline.launcher.spec import Spec
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.checkpoint import open_checkpoint
+from buddy_pipeline.ranks.weight_files import map_weights
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from buddy_pipeline.compile.cache import Cache
+
+
+class Prebuilt(Protocol):
+    """Where a rank's plan, code and packed weights come from."""
+
+    @property
+    def plan(self) -> Plan:
+        """The model's plan."""
+
+    def objects(self, keys: Sequence[str]) -> list[bytes]:
+        """Object files; UserError if one is not there or not as it was built."""
+
+    def weights(self, parameters: Sequence[Parameter]) -> Mapping[Parameter, np.ndarray] | None:
+        """Packed weights, mapped; None where they have to be packed from the checkpoint."""
+
+
+class BuiltDirectory:
+    """A compiled build directory, with weights that count while their source is what it was."""
+
+    def __init__(self, directory: BuildDirectory, config: BuildConfig, source: Path) -> None:
+        self.plan = directory.read_plan()
+        self._directory = directory
+        self._manifest = directory.read_manifest()
+        self._source = (source, config.variant)
+
+    def objects(self, keys: Sequence[str]) -> list[bytes]:
+        """See `Prebuilt`."""
+        found = read_objects(self._directory, self._manifest, keys)
+        return [found[key] for key in keys]
+
+    def weights(self, parameters: Sequence[Parameter]) -> Mapping[Parameter, np.ndarray] | None:
+        """See `Prebuilt`."""
+        return map_weights(self._directory.weights, parameters, self._source)
+
+
+def open_prebuilt(settings: PipelineSettings, rank: int, world: int, cache: Cache) -> Model:
+    """The model of `--build-dir` or `--bundle`.
+
+    Raises UserError for what was not built, for another CPU, or for another world.
+    """
+    if settings.bundle is not None:
+        return _open_bundle(settings, rank, world, cache)
+    assert settings.build_dir is not None
+    directory = BuildDirectory(settings.build_dir)
+    directory.read_manifest()
+    config = load_config(directory.config)
+    check_runs_here(config.target, f"build directory '{directory.root}'")
+    checkpoint = open_checkpoint(settings.local_model or Path(config.model_path))
+    built = BuiltDirectory(directory, config, checkpoint.path)
+    return Model(
+        Spec(name=config.spec),
+        checkpoint,
+        config.formats,
+        config.context,
+        config.layers,
+        config.granularity,
+        built,
+    )
+
+
+def _open_bundle(settings: PipelineSettings, rank: int, world: int, cache: Cache) -> Model:
+    from buddy_pipeline.launcher.bundle import Bundle, bundle_name
+
+    assert settings.bundle is not None
+    path = settings.bundle
+    bundle = Bundle(path / bundle_name(rank, world) if path.is_dir() else path)
+    if (bundle.rank, bundle.world) != (rank, world):
+        raise UserError(
+            f"bundle {bundle.path} is for rank {bundle.rank} of {bundle.world}, but this is rank"
+            f" {rank} of {world}: give the folder of bundles that were packed for this world"
+        )
+    check_runs_here(Target(**bundle.plan.target), f"bundle {bundle.path}")
+    inside = bundle.checkpoint(cache.root / "bundles" / bundle.digest())
+    if inside is None and settings.local_model is None:
+        raise UserError(
+            f"bundle {bundle.path} has no weights in it: give --local-model, or pack it with them"
+        )
+    checkpoint = inside if settings.local_model is None else open_checkpoint(settings.local_model)
+    assert checkpoint is not None
+    config = bundle.config
+    return Model(
+        Spec(name=config.spec),
+        checkpoint,
+        config.formats,
+        config.context,
+        config.layers,
+        config.granularity,
+        bundle,
+        bundle.split,
+    )

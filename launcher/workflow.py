@@ -1,0 +1,256 @@
+"""The stages of a build, each usable alone: configuration, import, compile; and all of them.
+
+Each reads what the one before has left in the build directory, or makes it from the cache.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from buddy_pipeline.compile.build_directory import (
+    BuildDirectory,
+    Share,
+    current_keys,
+    write_imported,
+    write_objects,
+)
+from buddy_pipeline.compile.cache import Cache
+from buddy_pipeline.compile.granularity import Granularity, Sharing
+from buddy_pipeline.compile.manifest import Plan
+from buddy_pipeline.compile.partition_manifest import PartitionManifest
+from buddy_pipeline.compile.service import (
+    Built,
+    PlanTimes,
+    ensure_objects,
+    ensure_plan,
+    verify_split,
+)
+from buddy_pipeline.launcher.build_config import BuildConfig, load_config, resolve_config
+from buddy_pipeline.launcher.building import default_jobs
+from buddy_pipeline.launcher.settings import BuildSettings, ImportSettings, StageSettings
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.partition.layers import layer_ranges
+from buddy_pipeline.ranks.checkpoint import open_checkpoint
+from buddy_pipeline.ranks.weight_files import Exported, export_weights
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What the import stage did."""
+
+    manifest: PartitionManifest
+    plan: Plan
+    times: PlanTimes
+    writing: float
+    """Seconds for the files, without weights."""
+    weights: Exported | None
+
+
+def gen_config_command(settings: BuildSettings, output: Path) -> int:
+    """Writes the resolved configuration."""
+    config = resolve_config(settings)
+    directory = BuildDirectory(output.parent)
+    directory.create()
+    directory.write(output, config.to_json().encode())
+    target = config.target
+    print(
+        f"{output}: {config.family}, {config.layers} layers, {config.variant},"
+        f" {config.granularity.strategy}, {target.cpu} ({target.triple})"
+    )
+    return 0
+
+
+def import_command(path: Path, stage: StageSettings, settings: ImportSettings) -> int:
+    """Exports the model and writes the MLIR of one rank's partitions, or all."""
+    config = load_config(path)
+    directory = BuildDirectory(stage.build_dir or path.parent)
+    cache = Cache.open(stage.cache_dir)
+    imported = import_model(directory, config, cache, settings)
+    print(_imported_line(imported))
+    print(f"  {directory.manifest}")
+    return 0
+
+
+def import_model(
+    directory: BuildDirectory, config: BuildConfig, cache: Cache, settings: ImportSettings
+) -> Imported:
+    """The import stage."""
+    plan, times = ensure_plan(
+        config.model, config.formats, config.target, cache, config.granularity
+    )
+    started = time.perf_counter()
+    ranges = layer_ranges(plan.layers, settings.world, settings.split)
+    if settings.rank is not None and settings.rank >= settings.world:
+        raise UserError(
+            f"--rank {settings.rank} does not exist in a world of {settings.world}:"
+            f" use a rank from 0 to {settings.world - 1}"
+        )
+    ranks = range(settings.world) if settings.rank is None else (settings.rank,)
+    share = Share.of(plan, ranges, ranks)
+    directory.create()
+    manifest = write_imported(directory, plan, cache, share, config.digest(), settings.full_mlir)
+    directory.write(directory.config, config.to_json().encode())
+    writing = time.perf_counter() - started
+    weights = None
+    if settings.weights:
+        weights = export_weights(
+            directory.weights,
+            [plan.partitions[entry.number] for entry in manifest.partitions],
+            open_checkpoint(Path(config.model_path)),
+            config.variant,
+            direct=settings.direct_weights,
+            reuse=settings.reuse_weights,
+        )
+    return Imported(manifest, plan, times, writing, weights)
+
+
+def compile_directory_command(
+    path: Path, stage: StageSettings, sharing: Sharing | None, time_report: Path | None
+) -> int:
+    """Compiles what an import has written; `sharing` imports anew if it was another."""
+    config = load_config(path)
+    directory = BuildDirectory(stage.build_dir or path.parent)
+    cache = Cache.open(stage.cache_dir)
+    manifest = directory.read_manifest()
+    if sharing is not None and sharing.value != manifest.sharing:
+        config = _with_sharing(config, sharing)
+        manifest = import_model(directory, config, cache, _same_import(manifest)).manifest
+    if manifest.config != config.digest():
+        raise UserError(
+            f"build directory '{directory.root}' was imported from another configuration than"
+            f" {path}: run 'buddy-pipeline import' again"
+        )
+    started = time.perf_counter()
+    built = compile_directory(directory, manifest, config, cache, stage.jobs)
+    seconds = time.perf_counter() - started
+    _print_objects(built)
+    print(_compiled_line(built, seconds))
+    if time_report is not None:
+        _write_report(time_report, {"compile": seconds}, built)
+    return 0
+
+
+def compile_directory(
+    directory: BuildDirectory,
+    manifest: PartitionManifest,
+    config: BuildConfig,
+    cache: Cache,
+    jobs: int | None,
+) -> list[Built]:
+    """The compile stage: objects for all MLIR of the directory, edited by hand or not."""
+    keys = current_keys(directory, manifest, config.target, cache)
+    wanted = list(dict.fromkeys(keys.values()))
+    built = ensure_objects(wanted, config.target, cache, jobs or default_jobs())
+    write_objects(directory, manifest, directory.read_plan(), keys, cache)
+    return built
+
+
+def build_command(
+    settings: BuildSettings,
+    stage: StageSettings,
+    imports: ImportSettings,
+    time_report: Path | None,
+) -> int:
+    """All stages: configuration, export, import, structural check, weights, compile."""
+    started = time.perf_counter()
+    config = resolve_config(settings)
+    directory = BuildDirectory(stage.build_dir or Path("build") / Path(config.spec).stem)
+    cache = Cache.open(stage.cache_dir)
+    directory.create()
+    imported = import_model(directory, config, cache, imports)
+    print(f"{directory.root}: {config.family}, {config.layers} layers, for {config.target.cpu}")
+    print(f"  {_imported_line(imported)}")
+    verified = time.perf_counter()
+    ranges = layer_ranges(imported.plan.layers, imports.world, imports.split)
+    report = verify_split(imported.plan, config.family, ranges, cache)
+    if not report.ok:
+        raise UserError(f"the cut of the graph is wrong: {report.violations[0].message}")
+    compiling = time.perf_counter()
+    print(
+        f"  verified {report.compute_nodes} nodes in {report.partitions} partitions:"
+        f" {compiling - verified:.2f} s"
+    )
+    built = compile_directory(directory, imported.manifest, config, cache, stage.jobs)
+    now = time.perf_counter()
+    print(f"  {_compiled_line(built, now - compiling)}")
+    print(f"  {now - started:.2f} s in all")
+    if time_report is not None:
+        times = imported.times
+        stages = {
+            "packages": times.packages,
+            "export": times.export,
+            "import": times.imports,
+            "files": imported.writing,
+            "weights": imported.weights.seconds if imported.weights else 0.0,
+            "verify": compiling - verified,
+            "compile": now - compiling,
+            "total": now - started,
+        }
+        _write_report(time_report, stages, built)
+    return 0
+
+
+def _with_sharing(config: BuildConfig, sharing: Sharing) -> BuildConfig:
+    granularity = Granularity(config.granularity.strategy, sharing)
+    return BuildConfig(**{**vars(config), "granularity": granularity})
+
+
+def _same_import(manifest: PartitionManifest) -> ImportSettings:
+    """The settings that a manifest was imported with."""
+    return ImportSettings(
+        rank=None if len(manifest.ranks) == manifest.world else manifest.ranks[0],
+        world=manifest.world,
+        split=manifest.split,
+        full_mlir=any(manifest.phases.values()),
+        weights=False,
+        reuse_weights=True,
+        direct_weights=True,
+        debug_wrappers=False,
+    )
+
+
+def _imported_line(imported: Imported) -> str:
+    times, counts = imported.times, imported.manifest.counts
+    how = (
+        f"exported in {times.export:.2f} s and imported in {times.imports:.2f} s"
+        f" ({times.total:.2f} s with starting the compilers)"
+        if times.total
+        else "plan from the cache"
+    )
+    line = (
+        f"{how}: {counts['prefill']} prefill and {counts['decode']} decode partitions of"
+        f" {counts['templates']} templates; files in {imported.writing:.2f} s"
+    )
+    if imported.weights is not None:
+        done = imported.weights
+        line += (
+            f"; {done.bytes / 1e6:.0f} MB of weights, {len(done.written)} files written and"
+            f" {len(done.reused)} reused in {done.seconds:.2f} s"
+        )
+    return line
+
+
+def _print_objects(built: Sequence[Built]) -> None:
+    for item in built:
+        how = "from the cache" if item.from_cache else f"built in {item.seconds:.2f} s"
+        print(f"  {item.name}: {how}")
+
+
+def _compiled_line(built: Sequence[Built], seconds: float) -> str:
+    fresh = sum(not item.from_cache for item in built)
+    return f"{fresh} objects built, {len(built) - fresh} from the cache: {seconds:.2f} s"
+
+
+def _write_report(path: Path, stages: dict[str, float], built: Sequence[Built]) -> None:
+    report = {"seconds": stages, "objects": [asdict(item) for item in built]}
+    try:
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"--time-report {path} cannot be written ({error.strerror}): give a file in a folder"
+            " that exists"
+        ) from None
+    print(f"  times in {path}", file=sys.stderr)

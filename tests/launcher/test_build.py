@@ -1,0 +1,358 @@
+"""The build commands on a tiny model: what each leaves, what the next takes, what is refused."""
+
+import json
+import shutil
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from buddy_pipeline.compile.build_directory import BuildDirectory
+from buddy_pipeline.compile.lowering import lower_kernel
+from buddy_pipeline.compile.target import host_target
+from buddy_pipeline.launcher import cli
+from buddy_pipeline.launcher.bundle import Bundle
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks import weight_files
+from buddy_pipeline.ranks.checkpoint import open_checkpoint
+from buddy_pipeline.ranks.weight_files import export_weights, map_weights
+
+
+class Project:
+    """A spec, a model and a cache, and the commands on them."""
+
+    def __init__(self, folder: Path, model: Path, cache: Path) -> None:
+        self.folder, self.model, self.cache = folder, model, cache
+        self.spec = folder / "spec.json"
+        self.spec.write_text('{"max_token_len": 64}')
+        self.build = folder / "build"
+        self.config = self.build / "config.json"
+
+    def run(self, command: str, *arguments: object) -> int:
+        return cli.main([command, *map(str, arguments)])
+
+    def gen_config(self, *arguments: object) -> int:
+        model = ("--spec", self.spec, "--local-model", self.model)
+        return self.run("gen-config", *model, "-o", self.config, *arguments)
+
+    def import_model(self, *arguments: object) -> int:
+        return self.run("import", "--config", self.config, "--cache-dir", self.cache, *arguments)
+
+    def compile(self, *arguments: object) -> int:
+        return self.run("compile", "--config", self.config, "--cache-dir", self.cache, *arguments)
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture
+def project(tmp_path: Path, cache: Path, checkpoint: Callable[..., Path]) -> Project:
+    return Project(tmp_path, checkpoint("qwen2"), cache)
+
+
+@pytest.fixture(scope="module")
+def compiled(
+    tmp_path_factory: pytest.TempPathFactory, cache: Path, checkpoint: Callable[..., Path]
+) -> Project:
+    """A compiled build directory for a world of 2; tests must not change it."""
+    made = Project(tmp_path_factory.mktemp("compiled"), checkpoint("qwen2"), cache)
+    assert made.gen_config() == 0
+    assert made.import_model("--world", 2) == 0
+    assert made.compile("-j", 1) == 0
+    return made
+
+
+@pytest.fixture
+def copied(compiled: Project, tmp_path: Path) -> Project:
+    """A copy of it that may be changed."""
+    copy = Project(tmp_path, compiled.model, compiled.cache)
+    shutil.copytree(compiled.build, copy.build)
+    return copy
+
+
+def error(capsys: pytest.CaptureFixture[str], code: int) -> str:
+    """The one line of a refused command."""
+    printed = capsys.readouterr().err
+    assert code == 2
+    lines = [line for line in printed.splitlines() if line.startswith("buddy-pipeline: error: ")]
+    assert len(lines) == 1 and "Traceback" not in printed
+    return lines[0].removeprefix("buddy-pipeline: error: ")
+
+
+def test_the_configuration_has_everything_resolved(project: Project) -> None:
+    assert project.gen_config("--strategy", "fine", "--target-cpu", "x86-64-v3") == 0
+    config = json.loads(project.config.read_text())
+    assert (config["context"], config["layers"], config["strategy"]) == (64, 3, "fine")
+    assert config["target"]["cpu"] == "x86-64-v3" and config["target"]["vector_bits"] == 256
+    assert config["model"]["model_type"] == "qwen2"
+    assert config["shapes"]["hidden_size"] == 60
+
+
+def test_a_configuration_needs_no_weights(project: Project) -> None:
+    bare = project.folder / "bare"
+    bare.mkdir()
+    shutil.copy(project.model / "config.json", bare)
+    project.model = bare
+    assert project.gen_config() == 0
+    assert project.import_model("--skip-weights") == 0
+    assert not BuildDirectory(project.build).weights.exists()
+
+
+def test_the_manifest_names_every_file_and_owner(compiled: Project) -> None:
+    directory = BuildDirectory(compiled.build)
+    manifest = directory.read_manifest()
+    assert manifest.counts["prefill"] == manifest.counts["decode"] == len(manifest.partitions) == 6
+    owners = {entry.name: entry.owner_ranks for entry in manifest.partitions}
+    assert owners["positions"] == (0, 1)
+    assert owners["prelude"] == owners["layer0"] == owners["layer1"] == (1,)
+    assert owners["layer2"] == owners["postlude"] == (0,)
+    for entry in manifest.partitions:
+        assert entry.files == {
+            "prefill": f"subgraph0_prefill{entry.number}.mlir",
+            "decode": f"subgraph0_decode{entry.number}.mlir",
+        }
+        for file in entry.files.values():
+            assert (directory.mlir / file).is_file()
+        assert (directory.mlir / entry.source / f"{entry.source}.mlir").is_file()
+    for phase in ("prefill", "decode"):
+        assert (directory.mlir / f"forward_{phase}.mlir").is_file()
+    assert "same code" in manifest.shared_by_phases
+    layers = {e.template for e in manifest.partitions if e.name.startswith("layer")}
+    assert len(layers) == 1
+
+
+def test_entry_files_are_mlir(compiled: Project) -> None:
+    for file in BuildDirectory(compiled.build).mlir.glob("*.mlir"):
+        assert f"@{file.stem}" in lower_kernel(file.read_text()), file.name
+
+
+def test_one_rank_imports_its_own_partitions_only(project: Project) -> None:
+    project.gen_config()
+    assert project.import_model("--rank", 0, "--world", 2, "--skip-full-mlir") == 0
+    manifest = BuildDirectory(project.build).read_manifest()
+    assert [e.name for e in manifest.partitions] == ["positions", "layer2", "postlude"]
+    assert manifest.phases == {"prefill": None, "decode": None}
+    assert not list(BuildDirectory(project.build).mlir.glob("forward_*"))
+    assert sorted(f.name for f in BuildDirectory(project.build).weights.glob("*.bin")) == [
+        "layer2.bin",
+        "postlude.bin",
+    ]
+
+
+def test_edited_mlir_is_compiled_as_it_is(copied: Project) -> None:
+    directory = BuildDirectory(copied.build)
+    before = directory.read_manifest()
+    entry = next(e for e in before.objects if e.name.startswith("prelude"))
+    file = directory.mlir / entry.name / f"{entry.name}.mlir"
+    file.write_text(file.read_text().replace("// 0: Embedding", "// looked up here"))
+    assert copied.compile() == 0
+    after = {e.name: e for e in directory.read_manifest().objects}
+    assert after[entry.name].key != entry.key
+    assert {e.key for e in before.objects} - {e.key for e in after.values()} == {entry.key}
+    assert after[entry.name].key in directory.read_plan().objects(directory.read_plan().partitions)
+
+
+def test_the_whole_graph_is_one_object(project: Project) -> None:
+    project.gen_config("--whole-graph")
+    assert project.import_model("--skip-weights") == 0
+    manifest = BuildDirectory(project.build).read_manifest()
+    assert manifest.sharing == "whole-graph"
+    assert {entry.source for entry in manifest.partitions} == {"whole_graph"}
+
+
+def test_inspect_shows_manifest_object_and_weights(
+    compiled: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = BuildDirectory(compiled.build)
+    capsys.readouterr()
+    assert compiled.run("inspect", compiled.build) == 0
+    assert "layer1" in capsys.readouterr().out
+    assert compiled.run("inspect", directory.objects / "bp_run_stage.o") == 0
+    shown = capsys.readouterr().out
+    assert host_target().cpu in shown and "bp_run_stage" in shown and "omp_get_thread_num" in shown
+    assert compiled.run("inspect", directory.weights, "--json") == 0
+    assert "layer0.bin" in json.loads(capsys.readouterr().out)["files"]
+    assert compiled.run("inspect", compiled.model, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["model"] == "qwen2"
+
+
+@pytest.mark.parametrize("damage", ["missing", "edited", "cut", "other version"])
+def test_a_damaged_manifest_is_one_line(
+    damage: str, copied: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = BuildDirectory(copied.build).manifest
+    text = path.read_text()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "edited":
+        path.write_text(text.replace('"variant": "f32"', '"variant": "f16"'))
+    elif damage == "cut":
+        path.write_text(text[: len(text) // 2])
+    else:
+        path.write_text(text.replace('"format": 1', '"format": 99'))
+    objects = sorted(BuildDirectory(copied.build).objects.iterdir())
+    message = error(capsys, copied.compile())
+    assert "partition_manifest.json" in message and "buddy-pipeline import" in message
+    assert sorted(BuildDirectory(copied.build).objects.iterdir()) == objects
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": 99}, "format 99"),
+        ({"strategy": None}, None),
+        ("cut", "not JSON"),
+        ("gone", "cannot be read"),
+        ([], "no build configuration"),
+    ],
+)
+def test_a_wrong_configuration_is_one_line(
+    change: Any, words: str | None, copied: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = copied.config.read_text()
+    if change == "cut":
+        copied.config.write_text(text[: len(text) // 2])
+    elif change == "gone":
+        copied.config.unlink()
+    elif isinstance(change, list):
+        copied.config.write_text("[]")
+    else:
+        copied.config.write_text(json.dumps({**json.loads(text), **change}))
+    message = error(capsys, copied.import_model())
+    assert words is None or words in message
+
+
+def test_an_import_of_another_configuration_is_not_compiled(
+    copied: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = copied.folder / "other"
+    assert copied.gen_config("--strategy", "block") == 0
+    message = error(capsys, copied.compile())
+    assert "another configuration" in message and not other.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--strategy", "finer"], "'finer' does not exist"),
+        (["--target-cpu", "nonsense", "--target-features", "+x"], "not a recognized processor"),
+        (["--target-triple", "bogus"], "does not know this triple"),
+        (["--target-triple", "riscv64-unknown-linux-gnu"], "has no vectors"),
+    ],
+)
+def test_wrong_options_of_gen_config(
+    arguments: list[str], words: str, project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert words in error(capsys, project.gen_config(*arguments))
+    assert not project.config.exists()
+
+
+def test_a_rank_outside_the_world(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    project.gen_config()
+    message = error(capsys, project.import_model("--rank", 2, "--world", 2))
+    assert "--rank 2 does not exist in a world of 2" in message
+
+
+def test_direct_and_joined_export_write_the_same_bytes(compiled: Project, tmp_path: Path) -> None:
+    partitions = BuildDirectory(compiled.build).read_plan().partitions
+    source = open_checkpoint(compiled.model)
+    for name, direct in (("direct", True), ("joined", False)):
+        export_weights(tmp_path / name, partitions, source, "f32", direct=direct)
+    files = sorted((tmp_path / "direct").glob("*.bin"))
+    assert len(files) == 5
+    for file in files:
+        assert file.read_bytes() == (tmp_path / "joined" / file.name).read_bytes()
+
+
+def test_weights_are_reused_until_what_they_were_made_from_changes(
+    compiled: Project, tmp_path: Path
+) -> None:
+    partitions = BuildDirectory(compiled.build).read_plan().partitions
+    model = shutil.copytree(compiled.model, tmp_path / "model")
+
+    def export(variant: str = "f32", **how: bool) -> tuple[int, int]:
+        done = export_weights(
+            tmp_path / "weights", partitions, open_checkpoint(model), variant, **how
+        )
+        return len(done.written), len(done.reused)
+
+    assert export() == (5, 0)
+    assert export() == (0, 5)
+    assert export(reuse=False) == (5, 0)
+    (tmp_path / "weights" / "layer1.bin").unlink()
+    assert export() == (1, 4)
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())  # another time of change
+    assert export() == (5, 0)
+    (tmp_path / "weights" / weight_files.MANIFEST).write_text("{")
+    assert export() == (5, 0)
+    assert export("bf16") == (5, 0)
+
+
+def test_mapped_weights_are_what_would_be_packed(compiled: Project) -> None:
+    plan = BuildDirectory(compiled.build).read_plan()
+    parameters = list(dict.fromkeys(p for part in plan.partitions for p in part.parameters))
+    folder = BuildDirectory(compiled.build).weights
+    mapped = map_weights(folder, parameters, (compiled.model, "f32"))
+    assert mapped is not None
+    packed = weight_files.pack_parameters(parameters, open_checkpoint(compiled.model), 1)
+    for parameter in parameters:
+        assert np.array_equal(mapped[parameter], packed[parameter])
+        assert mapped[parameter].ctypes.data % 64 == 0
+        assert not mapped[parameter].flags.writeable
+    assert map_weights(folder, parameters, (compiled.model, "f16")) is None
+
+
+def test_bundles_hold_what_their_rank_needs(compiled: Project, tmp_path: Path) -> None:
+    assert compiled.run("pack", "--build-dir", compiled.build, "-o", tmp_path) == 0
+    for rank, layer in ((0, "layer2"), (1, "layer0")):
+        path = tmp_path / f"rank{rank}-of-2.zip"
+        names = zipfile.ZipFile(path).namelist()
+        assert f"weights/{layer}.bin" in names and "tokenizer/tokenizer.json" in names
+        bundle = Bundle(path)
+        assert (bundle.rank, bundle.world, bundle.split) == (rank, 2, (1, 2))
+        partitions = [p for p in bundle.plan.partitions if p.name == layer]
+        weights = bundle.weights([q for p in partitions for q in p.parameters])
+        assert weights is not None
+        mapped = map_weights(BuildDirectory(compiled.build).weights, list(weights))
+        assert mapped is not None
+        for parameter, packed in weights.items():
+            assert np.array_equal(packed, mapped[parameter])
+            assert packed.ctypes.data % 64 == 0
+
+
+def test_a_bundle_without_weights_is_small(compiled: Project, tmp_path: Path) -> None:
+    assert compiled.run("pack", "--build-dir", compiled.build, "-o", tmp_path, "--no-weights") == 0
+    names = zipfile.ZipFile(tmp_path / "rank0-of-2.zip").namelist()
+    assert not [name for name in names if name.startswith(("weights", "tokenizer"))]
+
+
+def test_a_damaged_bundle_is_named(compiled: Project, tmp_path: Path) -> None:
+    compiled.run("pack", "--build-dir", compiled.build, "-o", tmp_path, "--rank", 0)
+    whole = (tmp_path / "rank0-of-2.zip").read_bytes()
+    bad = tmp_path / "bad.zip"
+    for data in (b"", b"text", whole[:-100], whole[: len(whole) // 2]):
+        bad.write_bytes(data)
+        with pytest.raises(UserError, match=r"bad\.zip is cut short or no bundle"):
+            Bundle(bad)
+    with pytest.raises(UserError, match="does not exist"):
+        Bundle(tmp_path / "none.zip")
+
+
+def test_a_bundle_for_another_cpu_is_refused_with_both_named(
+    project: Project, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    project.gen_config("--target-cpu", "aarch64")
+    assert project.import_model() == 0 and project.compile() == 0
+    assert project.run("pack", "--build-dir", project.build, "-o", tmp_path) == 0
+    capsys.readouterr()
+    bundle = ("--bundle", tmp_path, "--prompt", "Hi", "--cache-dir", project.cache)
+    with pytest.raises(SystemExit) as ended:  # a session ends its process
+        project.run("run", *bundle)
+    message = error(capsys, int(ended.value.code or 0))
+    assert "aarch64-unknown-linux-gnu" in message and host_target().cpu in message
