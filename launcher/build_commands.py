@@ -44,6 +44,7 @@ def gen_config(
     spec: options.Spec,
     output: build_options.Output,
     variant: options.Variant = None,
+    exact: options.Exact = False,
     kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     strategy: build_options.Strategy = "coarse",
@@ -56,6 +57,7 @@ def gen_config(
     settings = BuildSettings(
         spec=spec,
         variant=variant,
+        exact=exact,
         kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         strategy=strategy,
@@ -109,6 +111,7 @@ def compile_model(
     rank: options.Rank = 0,
     world: options.World = 1,
     variant: options.Variant = None,
+    exact: options.Exact = False,
     kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     split: options.Split = None,
@@ -130,6 +133,7 @@ def compile_model(
     settings = CompileSettings(
         spec=spec,
         variant=variant,
+        exact=exact,
         kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         rank=rank,
@@ -149,6 +153,7 @@ def build(
     spec: options.Spec,
     build_dir: build_options.NewBuildDir = None,
     variant: options.Variant = None,
+    exact: options.Exact = False,
     kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     strategy: build_options.Strategy = "coarse",
@@ -172,6 +177,7 @@ def build(
     settings = BuildSettings(
         spec=spec,
         variant=variant,
+        exact=exact,
         kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         strategy=strategy,
@@ -201,6 +207,7 @@ def verify(
     spec: options.Spec,
     world: options.World = 1,
     variant: options.Variant = None,
+    exact: options.Exact = False,
     kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     split: options.Split = None,
@@ -216,6 +223,7 @@ def verify(
     settings = VerifySettings(
         spec=spec,
         variant=variant,
+        exact=exact,
         kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
         world=world,

@@ -27,6 +27,10 @@ from buddy_pipeline.compile.target import Target
 #: Register tiles in one block of tokens; the packed block fills a fraction of L2.
 BLOCK_TILES = 9
 
+#: Tiles of this many rows or more have time to fetch the next panel beside their own work.
+PREFETCH_ROWS = 7
+CACHE_LINE = 64
+
 #: Argument names and types of the kernel: activations and their row stride (elements), output and
 #: its row stride, packed weights, bias or null, sizes, thread id and team size, thread scratch.
 SIGNATURE = [
@@ -149,6 +153,8 @@ class _Linear:
                 offset = t.mul(number, t.constant(unit_bytes))
                 inputs = t.gep("%a", t.mul(number, t.constant(unit_inputs)), "i8")
                 bases = [t.gep(panel, offset, "i8") for panel in panels]
+                if shape.rows >= PREFETCH_ROWS and shape.panels == 1:
+                    self._prefetch(t.gep(bases[0], "%wstride", "i8"), count * unit_bytes)
                 for step in range(count):
                     accumulators = form.emit_unit(
                         t,
@@ -182,6 +188,16 @@ class _Linear:
             for result, out in zip(results, outputs, strict=True):
                 t.store(result, out, vector, align)
             t.line("return")
+
+    def _prefetch(self, address: str, size: int) -> None:
+        """Asks for `size` bytes of the next panel: while a panel's tiles after the first multiply
+        from cache, memory would otherwise idle."""
+        for line in range(0, size, CACHE_LINE):
+            place = self.t.gep(address, line, "i8")
+            self.t.line(
+                f'"llvm.intr.prefetch"({place}) <{{cache = 1 : i32, hint = 2 : i32, rw = 0 : i32}}>'
+                " : (!llvm.ptr) -> ()"
+            )
 
     def _start(self, shape: TileShape, outputs: list[str]) -> list[str]:
         """What the chains of a tile go on from: the bias, zero, or the outputs so far."""

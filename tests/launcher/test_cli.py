@@ -130,7 +130,7 @@ def test_a_rank_without_an_engine_serves_and_prints_nothing(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt", "Hi"], "Missing option '--spec'."),
+        (["--prompt", "Hi"], "run needs --spec, --build-dir or --bundle: give one of them"),
         (["--spec", "s"], "there is no prompt: give --prompt, --prompt-file or --messages"),
         ([*RUN, "--messages", "m"], "--prompt and --messages exclude each other"),
         ([*RUN, "--tempratur", "1"], "No such option: --tempratur"),
@@ -147,7 +147,6 @@ def test_a_rank_without_an_engine_serves_and_prints_nothing(
         ([*RUN, "--top-logits", "-3", "--json", "x"], "'--top-logits': '-3' is not a whole"),
         (["comiple", "--spec", "s"], "No such command 'comiple'"),
         (["compile", "--spec", "s", "--rank", "-1"], "'--rank': '-1' is not a whole number"),
-        (["verify", "--spec", "s"], "Missing option '--world'."),
         (["verify", "--spec", "s", "--world", "100000000"], "of 1 or more and at most 65,536"),
         ([*RUN, "--local-model", ""], "'--local-model': it is empty: give a path"),
         ([*RUN, "--cache-dir", " "], "'--cache-dir': it is empty: give a path"),
