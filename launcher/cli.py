@@ -20,6 +20,7 @@ from buddy_pipeline.launcher.settings import (
     BatchSettings,
     PlanBalance,
     PlanSettings,
+    QuantizeSettings,
     RunSettings,
 )
 from buddy_pipeline.partition.errors import UserError
@@ -167,6 +168,24 @@ def batch(
     from buddy_pipeline.launcher.batch import batch_command
 
     return batch_command(settings)
+
+
+@app.command("quantize", help="Writes a model in few bits, so that no start quantises it again.")
+def quantize(
+    *,
+    spec: options.Spec,
+    variant: options.Variant = None,
+    local_model: options.LocalModel = None,
+    output: options.QuantizedOutput,
+    cache_dir: options.CacheDir = None,
+) -> int:
+    """Converts a checkpoint; an interrupted conversion goes on where it stopped."""
+    settings = QuantizeSettings(
+        spec=spec, variant=variant, local_model=local_model, output=output, cache_dir=cache_dir
+    )
+    from buddy_pipeline.launcher.quantizing import quantize_command
+
+    return quantize_command(settings)
 
 
 @app.command("plan", help="Predicts memory and speed of a split for these hosts, at once.")

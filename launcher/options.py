@@ -174,6 +174,9 @@ TargetCpu = Annotated[
     _option(_PIPELINE, "LLVM's name of the CPU; default this machine's.", metavar="CPU"),
 ]
 
+QuantizedOutput = Annotated[
+    Path, _path(_OUTPUT, "Folder for the quantised model.", "--output", "-o")
+]
 JsonFile = Annotated[
     Path | None, _path(_OUTPUT, "Write ids, text and statistics to this file.", "--json")
 ]

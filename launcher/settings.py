@@ -182,3 +182,13 @@ class PlanSettings(ModelSettings):
     balance: PlanBalance
     sequences: int
     """Sequences at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantizeSettings(ModelSettings):
+    """`buddy-pipeline quantize`."""
+
+    output: Path
+    """The folder to write."""
+    cache_dir: Path | None = None
+    """Where the model's plan is kept; None is a folder in the user's cache."""

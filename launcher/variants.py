@@ -17,3 +17,8 @@ def known_cache_type(name: str) -> str:
     if name not in CACHE_TYPES:
         raise UserError(f"KV cache type {name!r} is unknown: {nearest(name, CACHE_TYPES)}")
     return name
+
+
+def quantised_variants() -> str:
+    """The names of the variants that quantise, in words."""
+    return " or ".join(variant.name for variant in VARIANTS.values() if variant.quantised)

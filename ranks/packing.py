@@ -101,14 +101,14 @@ def _pack_part(
     checkpoint: Checkpoint,
 ) -> None:
     """Packs one matrix, some panels at a time."""
-    outputs = _reader(form, part, name, checkpoint)
+    outputs = outputs_reader(form, part, name, checkpoint)
     piece = max(1, _PIECE // (width * part.columns))
     for first in range(0, len(panels), piece):
         low, high = first * width, min((first + piece) * width, part.rows)
         form.pack(outputs(low, high), panels[first : first + -(-(high - low) // width)])
 
 
-def _reader(
+def outputs_reader(
     form: WeightFormat, part: WeightPart, name: str, checkpoint: Checkpoint
 ) -> Callable[[int, int], np.ndarray]:
     """A function that reads outputs `low` to `high` of a matrix as the format packs them: as the

@@ -6,6 +6,12 @@ from typing import Any
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint.checkpoint import Checkpoint, TokenizerSource
 from buddy_pipeline.ranks.checkpoint.json_file import read_json_object, read_text
+from buddy_pipeline.ranks.checkpoint.quantised_directory import (
+    QUANTIZATION,
+    check_complete,
+    is_quantised_here,
+    open_quantised,
+)
 from buddy_pipeline.ranks.checkpoint.safetensors_file import SafetensorsTensor, open_safetensors
 from buddy_pipeline.ranks.checkpoint.shown import shown
 
@@ -21,8 +27,13 @@ def open_hf_directory(path: Path) -> Checkpoint:
         UserError: a file is missing or malformed, or the weights are quantised in a scheme that
             needs more than reading numbers.
     """
+    check_complete(path)
     config = read_hf_config(path)
-    return Checkpoint(path, config, _stored_tensors(path), _tokenizer_source(path, config))
+    files, tokenizer = _stored_tensors(path), _tokenizer_source(path, config)
+    if not (path / QUANTIZATION).is_file():
+        return Checkpoint(path, config, files, tokenizer)
+    stored, quantisation = open_quantised(path, files)
+    return Checkpoint(path, config, stored, tokenizer, quantisation)
 
 
 def read_hf_config(path: Path) -> dict[str, Any]:
@@ -32,6 +43,13 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     config = read_json_object(path / _CONFIG)
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"{path / _CONFIG}: model_type must be a string naming the model class")
+    if is_quantised_here(config):
+        del config["quantization_config"]  # the rest is the model's own
+        if not (path / QUANTIZATION).is_file():
+            raise UserError(
+                f"{path} has no {QUANTIZATION}, which its {_CONFIG} promises;"
+                " copy the whole directory"
+            )
     if config.get("quantization_config"):
         raise UserError(
             f"{path / _CONFIG} has a quantization_config, which is not supported; "
