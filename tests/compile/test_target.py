@@ -6,7 +6,9 @@ import llvmlite.binding as llvm
 import pytest
 
 from buddy_pipeline.compile.codegen import target_machine
-from buddy_pipeline.compile.kernels.linear import panels_for
+from buddy_pipeline.compile.formats import FORMATS, WeightFormat
+from buddy_pipeline.compile.formats.base import panels_for, tile_rows
+from buddy_pipeline.compile.manifest import KV_BLOCK, ROW_PAD
 from buddy_pipeline.compile.target import Target, host_target, named_target
 from buddy_pipeline.partition.errors import UserError
 
@@ -32,20 +34,22 @@ def test_llvm_knows_the_cpu(target: Target) -> None:
 
 
 @on_each_target
-def test_tiles_fit_the_registers(target: Target) -> None:
-    """Accumulators, one vector of weights a column, and one broadcast activation."""
-    shapes = [(target.tile_rows, 1)]
-    shapes += [(rows, panels_for(target, rows)) for rows in range(1, target.tile_rows + 1)]
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_tiles_fit_the_registers(target: Target, form: WeightFormat) -> None:
+    """Accumulators with their temporaries, the weights of each column, and what all share."""
+    use, vectors = form.registers(target), target.panel_vectors
+    most = tile_rows(target, form)
+    shapes = [(most, 1), *((rows, panels_for(target, form, rows)) for rows in range(1, most + 1))]
     for rows, panels in shapes:
-        columns = panels * target.panel_vectors
-        assert rows >= 1 and (rows + 1) * columns + 1 <= target.registers
-    assert target.panel == target.panel_vectors * target.lanes
+        assert rows >= 1 and panels >= 1
+        each = vectors * (rows * (1 + use.temporaries) + use.panel)
+        # The smallest tile there is may not fit; no other exceeds the registers.
+        assert panels * each + use.shared <= target.registers or (rows, panels) == (1, 1)
 
 
 @on_each_target
 def test_panels_fill_whole_padded_rows(target: Target) -> None:
-    from buddy_pipeline.compile.manifest import KV_BLOCK, ROW_PAD
-
+    assert target.panel == target.panel_vectors * target.lanes
     assert ROW_PAD % target.panel == 0 and KV_BLOCK % target.lanes == 0
 
 
