@@ -9,6 +9,8 @@ of evaluation gives the same number, which is that of the reference implementati
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,7 +18,7 @@ import numpy as np
 
 from buddy_pipeline.compile.formats.activation import Q8, Activation, Plain
 from buddy_pipeline.compile.formats.base import RegisterUse, TileShape, accumulate, row_bytes
-from buddy_pipeline.compile.formats.block_column import Column, group_elements, groups_of_run
+from buddy_pipeline.compile.formats.block_column import Column, groups_of_run
 from buddy_pipeline.compile.formats.block_layout import (
     BLOCK,
     GROUP,
@@ -27,7 +29,7 @@ from buddy_pipeline.compile.formats.block_layout import (
 )
 from buddy_pipeline.compile.formats.integer_dot import Codes, integer_dot
 from buddy_pipeline.compile.kernels.vector_math import Lanes
-from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.compile.mlir_text import Loop, Text
 from buddy_pipeline.compile.target import Target
 
 
@@ -219,7 +221,7 @@ class BlockFormat(ABC):
                 t,
                 self._codes(),
                 groups_of_run(run, self.bits, self.runs),
-                lambda group: [column.codes(group, self.bits, self.runs) for column in vectors],
+                lambda group: [self._codes_of(column, t.constant(group)) for column in vectors],
                 lambda row, group: spread(row, GROUP * group, "i32"),
                 {(row, v): s for row, s in enumerate(starts) for v in range(len(vectors))},
             )
@@ -253,16 +255,18 @@ class BlockFormat(ABC):
         """One block on f32, weight after weight."""
         flat = {(p, v): c for p, vectors in enumerate(columns) for v, c in enumerate(vectors)}
         minima = {place: self._minimum(column) for place, column in flat.items()}
-        for run, groups in self._runs():
+        vector = f"vector<{target.lanes}xf32>"
+        for run in range(self.runs):
             scales = {place: self.emit_scale(column, run) for place, column in flat.items()}
-            for group in groups:
+            with self._groups(t, run, [(a, vector) for a in accumulators]) as groups:
                 weights: list[dict[tuple[int, int], str]] = [{} for _ in range(GROUP)]
                 for place, column in flat.items():
-                    values = self._values(column, group, scales[place], minima[place])
+                    values = self._values(column, groups.index, scales[place], minima[place])
                     for k, value in enumerate(values):
                         weights[k][place] = value
-                at = t.gep(inputs, GROUP * group)
-                accumulators = accumulate(t, target, shape, weights, at, accumulators)
+                at = t.gep(inputs, t.mul(groups.index, t.constant(GROUP)))
+                groups.next = accumulate(t, target, shape, weights, at, groups.carried)
+            accumulators = groups.results
         return accumulators
 
     def emit_values(
@@ -273,25 +277,32 @@ class BlockFormat(ABC):
             column = self._column(t, target, base, block.index, 0).output(lane)
             to = t.gep(out, t.mul(block.index, t.constant(BLOCK)))
             minimum = self._minimum(column)
-            for run, groups in self._runs():
+            for run in range(self.runs):
                 scale = self.emit_scale(column, run)
-                for group in groups:
-                    values = self._values(column, group, scale, minimum)
-                    for k, value in zip(group_elements(group), values, strict=True):
-                        t.store(value, t.gep(to, k), "f32")
+                with self._groups(t, run) as groups:
+                    values = self._values(column, groups.index, scale, minimum)
+                    place = t.gep(to, t.mul(groups.index, t.constant(GROUP)))
+                    for k, value in enumerate(values):
+                        t.store(value, t.gep(place, k), "f32")
 
-    def _runs(self) -> list[tuple[int, range]]:
-        """Each run of a block and its groups, in the order of k."""
+    def _groups(
+        self, t: Text, run: int, carried: Sequence[tuple[str, str]] = ()
+    ) -> AbstractContextManager[Loop]:
+        """A loop over the groups of a run, in the order of k."""
         each = GROUPS // self.runs
-        return [(run, range(run * each, (run + 1) * each)) for run in range(self.runs)]
+        low, high = t.constant(run * each), t.constant((run + 1) * each)
+        return t.loop(low, high, t.constant(1), carried)
+
+    def _codes_of(self, column: Column, group: str) -> str:
+        return column.codes(group, self.bits, self.runs)
 
     def _minimum(self, column: Column) -> str | None:
         return self.emit_minimum(column) if self.has_minimum else None
 
-    def _values(self, column: Column, group: int, scale: str, minimum: str | None) -> list[str]:
+    def _values(self, column: Column, group: str, scale: str, minimum: str | None) -> list[str]:
         """The four weights of a group as f32."""
         t, f, i = column.t, column.types.of("f32"), column.types.of("i32")
-        codes = column.codes(group, self.bits, self.runs)
+        codes = self._codes_of(column, group)
         values = []
         for k in range(GROUP):
             code = column.code(codes, k, self.signed)

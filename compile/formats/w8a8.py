@@ -126,7 +126,7 @@ class W8A8:
                 starts.update({(row, v): start for v in range(len(vectors))})
 
             def words(group: int, vectors: list[Column] = vectors) -> list[str]:
-                return [column.word(group) for column in vectors]
+                return [column.word(t.constant(group)) for column in vectors]
 
             sums = dot.emit(
                 t,
@@ -163,7 +163,7 @@ class W8A8:
 def _values(column: Column, group: int) -> list[str]:
     """The four weights of a group as f32, unscaled."""
     t, f, i = column.t, column.types.of("f32"), column.types.of("i32")
-    codes = column.word(group)
+    codes = column.word(t.constant(group))
     return [
         t.op(f"arith.sitofp {column.code(codes, k, signed=True)} : {i} to {f}")
         for k in range(GROUP)

@@ -21,14 +21,16 @@ def kind_of(source: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[source.upper()]
 
 
-def random_blocks(source: str, outputs: int, depth: int, seed: int = 0) -> np.ndarray:
-    """uint8 [outputs, bytes]: random codes, small scales of both signs."""
+def random_blocks(
+    source: str, outputs: int, depth: int, seed: int = 0, largest: float = 0.01
+) -> np.ndarray:
+    """uint8 [outputs, bytes]: random codes, 16-bit scales of both signs up to `largest`."""
     random = np.random.default_rng([seed, outputs, depth])
     elements, size = GGML_QUANT_SIZES[kind_of(source)]
     assert depth % elements == 0
     blocks = random.integers(0, 256, (outputs, depth // elements, size), np.uint8)
     for start in _HALVES[source]:
-        scales = random.uniform(-0.01, 0.01, blocks.shape[:2]).astype(np.float16)
+        scales = random.uniform(-largest, largest, blocks.shape[:2]).astype(np.float16)
         blocks[..., start : start + 2] = scales[..., None].view(np.uint8)
     return blocks.reshape(outputs, -1)
 

@@ -5,6 +5,7 @@ above the second at each (`gaps`), and the ten best logits after the prompt.
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,12 @@ def alone(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> dict[str, di
 
 
 def ask(
-    name: str, folder: Path, cache: Path, ranks: int, split: str | None = None
+    name: str,
+    folder: Path,
+    cache: Path,
+    ranks: int,
+    split: str | None = None,
+    how: Sequence[object] = ("--spec", "smollm2-135m"),
 ) -> dict[str, Any]:
     record = RECORDS[name]
     if "messages" in record:
@@ -46,7 +52,7 @@ def ask(
         prompt = ["--raw", "--prompt", record["text"]]
     return answer(
         folder / f"{name}.json",
-        *["--spec", "smollm2-135m", *prompt, "--ignore-eos", "--max-tokens", 48],
+        *[*how, *prompt, "--ignore-eos", "--max-tokens", 48],
         *["--top-logits", 10, *(["--split", split] if split else [])],
         ranks=ranks,
         cache=cache,
@@ -69,6 +75,16 @@ def test_tokens_and_logits_are_the_reference_s(name: str, alone: dict[str, Any])
     assert [token for token, _ in given["top_logits"]] == [token for token, _ in record["top10"]]
     for (_, logit), (_, expected) in zip(given["top_logits"], record["top10"], strict=True):
         assert logit == pytest.approx(expected, abs=LOGIT_TOLERANCE)
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_the_file_s_own_formats_give_the_same_bits_with_exact_activations(
+    name: str, alone: dict[str, Any], tmp_path: Path, cache: Path
+) -> None:
+    """Q4_1 and Q8_0, computed on as they are: weights decoded in registers are the dequantised."""
+    given = ask(name, tmp_path, cache, 1, how=["--spec", "smollm2-135m-gguf", "--exact"])
+    for key in ("prompt_ids", "token_ids", "text", "finish_reason", "top_logits"):
+        assert given[key] == alone[name][key]
 
 
 @needs_mpi

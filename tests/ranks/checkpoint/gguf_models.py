@@ -5,6 +5,7 @@ llama.cpp's own is shown by `test_gguf_semantics.py`, which lets llama.cpp run t
 """
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,14 @@ import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, TokenType, get_tensor_name_map, quants
 from gguf.constants import MODEL_ARCH_NAMES
 
+from tests.compile.gguf_blocks import random_blocks
+
 LAYERS = 2
 VOCAB_SIZE = 288
 CONTEXT = 64
+
+#: Types whose blocks the gguf package reads and does not write.
+K_TYPES = (GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K, GGMLQuantizationType.Q6_K)
 
 # Bytes of hidden state are multiples of 32, so that every matrix can be stored in blocks.
 _DECODER: dict[str, Any] = {
@@ -61,6 +67,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"head_dim": 64, "rope_parameters": _LLAMA3_SCALING},
     ),
     "llama_biased": ("llama", "llama", {"attention_bias": True, "tie_word_embeddings": True}),
+    # Rows of 256 and 512 elements, for formats with such blocks.
+    "llama_wide": (
+        "llama",
+        "llama",
+        {"hidden_size": 256, "intermediate_size": 512, "tie_word_embeddings": True},
+    ),
     "qwen2": ("qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", "qwen3", {"head_dim": 32, "rope_theta": 1000000.0}),
     "gemma2": (
@@ -125,9 +137,13 @@ def write_gguf(
     case: str,
     model: Any,
     matrices: GGMLQuantizationType = GGMLQuantizationType.F32,
+    others: Mapping[str, GGMLQuantizationType] | None = None,
     **fields: Any,
 ) -> Path:
     """Convert `model` to a GGUF file at `path`, its matrices stored as `matrices`.
+
+    `others` are the types of matrices whose names hold these texts. Types that the gguf package
+    cannot write get random blocks.
 
     `fields` are extra metadata, keys with `__` for dots: integers, floats, booleans or strings.
     """
@@ -147,8 +163,12 @@ def write_gguf(
         writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(2) / math.log(CONTEXT)))
     for name, values in _converted(architecture, model):
         stored = values
-        kind = matrices if values.ndim == 2 else GGMLQuantizationType.F32
-        if kind != GGMLQuantizationType.F32:
+        kind = next((k for text, k in (others or {}).items() if text in name), matrices)
+        if values.ndim != 2:
+            kind = GGMLQuantizationType.F32
+        elif kind in K_TYPES:
+            stored = random_blocks(kind.name.lower(), *values.shape, largest=2e-4)
+        elif kind != GGMLQuantizationType.F32:
             stored = quants.quantize(np.ascontiguousarray(values), kind)
         writer.add_tensor(name, np.ascontiguousarray(stored), raw_dtype=kind)
     writer.write_header_to_file()
@@ -253,11 +273,13 @@ def _write_tokenizer(writer: GGUFWriter) -> None:
     from tokenizers.pre_tokenizers import ByteLevel
 
     alphabet = sorted(ByteLevel.alphabet())
-    special = [f"<special{i}>" for i in range(VOCAB_SIZE - len(alphabet))]
+    special = [f"<special{i}>" for i in range(VOCAB_SIZE - len(alphabet) - 1)]
+    merged = alphabet[65] + alphabet[66]
+    types = [TokenType.NORMAL] * len(alphabet) + [TokenType.CONTROL] * len(special)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
-    writer.add_token_list(alphabet + special)
-    writer.add_token_types([TokenType.NORMAL] * len(alphabet) + [TokenType.CONTROL] * len(special))
+    writer.add_token_list([*alphabet, *special, merged])
+    writer.add_token_types([*types, TokenType.NORMAL])
     writer.add_token_merges([f"{alphabet[65]} {alphabet[66]}"])
     writer.add_bos_token_id(256)
     writer.add_eos_token_id(257)
