@@ -22,7 +22,7 @@ class Activation(Protocol):
 
     @property
     def block(self) -> int:
-        """Elements that are packed together; a divisor of `BLOCK_STEP`."""
+        """Elements that are packed together; a power of two."""
 
     @property
     def block_bytes(self) -> int:

@@ -12,8 +12,7 @@ from buddy_pipeline.compile.target import Target
 #: Bytes of one packed activation row in a cache block over K: the rows of a tile stay in L1, the
 #: panel's part of the block in L2, and outputs come and go as seldom as that allows.
 BLOCK_BYTES = 1536
-#: The depth of a block is a multiple of this, which the units of all formats divide.
-BLOCK_STEP = 128
+_FEWEST = 32
 #: Bytes between packed activation rows beyond a block: rows must not share cache sets.
 ROW_PADDING = 64
 _BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
@@ -117,13 +116,24 @@ class WeightFormat(Protocol):
 
 def row_bytes(activation: Activation) -> int:
     """Bytes from one packed activation row to the next."""
-    return activation_bytes(activation, most_depth(activation)) + ROW_PADDING
+    return activation_bytes(activation, _row_elements(activation)) + ROW_PADDING
 
 
-def most_depth(activation: Activation) -> int:
+def depth_step(form: WeightFormat, activation: Activation) -> int:
+    """What the depth of a cache block over K is a multiple of: whole units and whole blocks of
+    activations, both powers of two."""
+    return max(_FEWEST, form.unit, activation.block)
+
+
+def most_depth(form: WeightFormat, activation: Activation) -> int:
     """The greatest depth of one cache block over K."""
-    elements = BLOCK_BYTES // activation.block_bytes * activation.block
-    return elements // BLOCK_STEP * BLOCK_STEP
+    step = depth_step(form, activation)
+    return _row_elements(activation) // step * step
+
+
+def _row_elements(activation: Activation) -> int:
+    """Elements of a packed activation row in one cache block."""
+    return BLOCK_BYTES // activation.block_bytes * activation.block
 
 
 def activation_bytes(activation: Activation, elements: int) -> int:

@@ -65,8 +65,8 @@ class Bf16:
         return Plain("bf16") if self._has_dot(target) else Plain()
 
     def registers(self, target: Target) -> RegisterUse:
-        """A vector of weights each, and a broadcast activation."""
-        return RegisterUse()
+        """A vector of pairs for the CPU's dot product; widened, a pair is two vectors."""
+        return RegisterUse(panel=1 if self._has_dot(target) else 2)
 
     def _has_dot(self, target: Target) -> bool:
         return target.bf16_dot and not self.exact

@@ -14,6 +14,7 @@ from buddy_pipeline.compile.formats.base import (
     TileShape,
     WeightFormat,
     activation_bytes,
+    depth_step,
     head_bytes,
     most_depth,
     panels_for,
@@ -56,7 +57,7 @@ def linear_name(form: WeightFormat) -> str:
 
 def linear_scratch_bytes(target: Target, form: WeightFormat, depth: int) -> int:
     """Bytes of scratch per thread that the kernel needs for K = `depth`."""
-    blocks = -(-depth // most_depth(form.activation(target)))
+    blocks = -(-depth // most_depth(form, form.activation(target)))
     rows = max(BLOCK_TILES, blocks) * tile_rows(target, form)
     return rows * row_bytes(form.activation(target))
 
@@ -385,7 +386,7 @@ class _Linear:
     def _block(self) -> str:
         """Depth of the cache blocks over K: as few as fit, of one size but for the last."""
         t = self.t
-        most, step = most_depth(self.activation), max(32, self.form.unit, self.activation.block)
+        most, step = most_depth(self.form, self.activation), depth_step(self.form, self.activation)
         count = _ceil_div(t, "%depth", most)
         even = t.binary("arith.ceildivui", "%depth", t.binary("arith.maxui", count, t.constant(1)))
         return t.mul(_ceil_div(t, even, step), t.constant(step))
