@@ -25,16 +25,8 @@ from typing import Annotated, Any
 
 import typer
 
-from benchkit.report import (
-    check_json_path,
-    describe,
-    machine,
-    main,
-    summary,
-    table,
-    whole_numbers,
-    write_json,
-)
+from benchkit.command import check_json_path, main, whole_numbers
+from benchkit.report import describe, machine, summary, table, write_json
 from buddy_pipeline.partition.errors import UserError
 
 _BIN = Path(sys.executable).parent
