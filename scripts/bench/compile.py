@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchkit import report
+from benchkit import command, report
 from benchkit.naive_compile import compile_naively
 from benchkit.published import published_config
 from buddy_pipeline.compile.cache import Cache
@@ -57,7 +57,7 @@ def main(
     json: Annotated[Path | None, typer.Option(help="File for the figures.")] = None,
 ) -> None:
     """Measures and prints a table."""
-    report.check_json_path(json)
+    command.check_json_path(json)
     config = dict(published_config(name))
     if layers is not None:
         config["num_hidden_layers"] = layers
@@ -169,4 +169,4 @@ class _CacheFolder(tempfile.TemporaryDirectory):
 
 
 if __name__ == "__main__":
-    report.main(main)
+    command.main(main)

@@ -20,8 +20,9 @@ import numpy as np
 import typer
 
 from benchkit.child import child
+from benchkit.command import check_json_path, main, team_sizes
 from benchkit.contestants import ModelChoice
-from benchkit.report import check_json_path, describe, machine, main, table, team_sizes, write_json
+from benchkit.report import describe, machine, table, write_json
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.launcher.loading import StepSizes, open_engine
 
