@@ -4,7 +4,6 @@ Only what parsing needs is imported here; a command imports the rest when it sta
 `--help` and a wrong option answer at once.
 """
 
-import signal
 import sys
 from collections.abc import Sequence
 
@@ -228,10 +227,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 for success, 2 for what the user can mend and 1 for other faults, with one line on standard
     error.
     """
-    if arguments is None:
-        # Python's own handler would print a traceback, and would wait for MPI_Init to return,
-        # which it never does when the interrupt has ended another rank.
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         # Without standalone mode the command's result and its errors arrive here.

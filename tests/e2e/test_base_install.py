@@ -22,7 +22,7 @@ RUN = (
     sys.executable,
     "-S",
     "-c",
-    "import sys; from buddy_pipeline.launcher.cli import main; sys.exit(main())",
+    "import sys; from buddy_pipeline.launcher.entry import main; sys.exit(main())",
 )
 
 
