@@ -24,14 +24,15 @@ from gguf import (
 from gguf.constants import MODEL_ARCH_NAMES
 
 from benchkit.byte_tokenizer import CHAT_TEMPLATE, gguf_tokens
+from benchkit.q4_k import quantise_q4_k
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint import Checkpoint
 from buddy_pipeline.ranks.checkpoint.checkpoint import TensorInfo
 
 #: By `model_type`, which is GGUF's name too.
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
-#: The formats that the gguf package can write.
-QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")
+#: The formats that the gguf package can write, and Q4_K.
+QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "Q4_K")
 _BUFFERS = (".inv_freq",)
 
 
@@ -87,7 +88,7 @@ def export_gguf(checkpoint: Checkpoint, path: Path, quantisation: str) -> None:
     for info in wanted:
         values = _stored_values(checkpoint.read(info.name), info.name, config)
         kind = _format_of(info, quantisation)
-        writer.write_tensor_data(quants.quantize(values, kind).view(np.uint8))
+        writer.write_tensor_data(_quantised(values, kind))
     writer.close()
 
 
@@ -173,8 +174,15 @@ def _format_of(info: TensorInfo, quantisation: str) -> GGMLQuantizationType:
     return wanted if info.shape[-1] % block == 0 else GGMLQuantizationType.F16
 
 
+def _quantised(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    if kind is GGMLQuantizationType.Q4_K:
+        return quantise_q4_k(values)
+    return quants.quantize(values, kind).view(np.uint8)
+
+
 def _file_type(quantisation: str) -> str:
-    return "ALL_F32" if quantisation == "F32" else f"MOSTLY_{quantisation}"
+    names = {"F32": "ALL_F32", "Q4_K": "MOSTLY_Q4_K_S"}
+    return names.get(quantisation, f"MOSTLY_{quantisation}")
 
 
 def _stored_values(values: np.ndarray, name: str, config: Mapping[str, Any]) -> np.ndarray:
