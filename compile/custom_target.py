@@ -72,7 +72,8 @@ def _describe(triple: str, cpu: str, features: str) -> Target:
         named = features.split(",")
         int8 = "vpdpbusd" if {"+avx512vnni", "+avxvnni"} & set(named) else "pmaddubsw"
         if "zmm" in code:
-            return Target(triple, cpu, features, 512, 32, "+avx512bf16" in named, int8)
+            pairs, tiles = "+avx512bf16" in named, "+amx-bf16" in named
+            return Target(triple, cpu, features, 512, 32, pairs, int8, tiles)
         if "ymm" in code and "vfmadd" in code:
             return Target(triple, cpu, features, 256, 16, False, int8)
         raise ValueError("this CPU has neither AVX-512 nor AVX2 with FMA; there are no kernels")

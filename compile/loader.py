@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import llvmlite.binding as llvm
 
+from buddy_pipeline.compile.matrix_unit import request_matrix_unit
 from buddy_pipeline.partition.errors import UserError
 
 #: What the driver's team calls. Bound to LLVM's runtime one by one: a process that has imported
@@ -29,6 +30,7 @@ class Library:
         Raises UserError when no OpenMP runtime is found, RuntimeError when linking fails.
         """
         openmp = load_openmp()
+        request_matrix_unit()  # for code that uses it; where there is none it is refused
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
         self._jit = llvm.create_lljit_compiler()

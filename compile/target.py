@@ -4,6 +4,7 @@ import functools
 import hashlib
 from dataclasses import asdict, dataclass
 
+from buddy_pipeline.compile.matrix_unit import request_matrix_unit
 from buddy_pipeline.partition.errors import UserError
 
 
@@ -14,7 +15,8 @@ class Target:
     `vector_bits` is the width of the vectors that kernels are written in and `registers` how many
     of them the CPU has. `bf16_dot` says that it multiplies bf16 pairs into f32 in one instruction,
     `int8_dot` how it multiplies 8-bit integers: "vpdpbusd", "pmaddubsw", "sdot" (see
-    `formats.integer_dot`), or "" for not at all.
+    `formats.integer_dot`), or "" for not at all. `bf16_tiles` says that its matrix unit (AMX)
+    multiplies tiles of bf16, and that the system lets this process use it.
     """
 
     triple: str
@@ -24,6 +26,7 @@ class Target:
     registers: int
     bf16_dot: bool
     int8_dot: str
+    bf16_tiles: bool = False
 
     @property
     def lanes(self) -> int:
@@ -70,6 +73,11 @@ def check_runs_here(target: Target, what: str) -> None:
     same_kind = target.triple.split("-")[0] == host.triple.split("-")[0]
     known_cpu = target.cpu == host.cpu or target.cpu in _LEVEL_FEATURES
     if same_kind and known_cpu and wanted <= present:
+        if target.bf16_tiles and not request_matrix_unit():
+            raise UserError(
+                f"{what} uses the matrix unit of {target.cpu} (AMX), which this system does not let"
+                " processes use: build it here"
+            )
         return
     lacking = sorted(wanted - present) if same_kind else []
     why = f", which lacks {', '.join(lacking)}" if lacking else ""
@@ -106,7 +114,9 @@ def _describe(triple: str, cpu: str, features: str, present: "dict[str, bool]") 
     if architecture == "x86_64":
         if present.get("avx512f") and present.get("avx512vl") and present.get("avx512bw"):
             int8 = "vpdpbusd" if present.get("avx512vnni") else "pmaddubsw"
-            return Target(triple, cpu, features, 512, 32, bool(present.get("avx512bf16")), int8)
+            tiles = bool(present.get("amx-bf16")) and request_matrix_unit()
+            pairs = bool(present.get("avx512bf16"))
+            return Target(triple, cpu, features, 512, 32, pairs, int8, tiles)
         if present.get("avx2") and present.get("fma"):
             int8 = "vpdpbusd" if present.get("avxvnni") else "pmaddubsw"
             return Target(triple, cpu, features, 256, 16, False, int8)

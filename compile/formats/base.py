@@ -16,6 +16,8 @@ _FEWEST = 32
 #: Bytes between packed activation rows beyond a block: rows must not share cache sets.
 ROW_PADDING = 64
 _BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
+#: Rows of one tile of the matrix unit, and pairs of k.
+MATRIX_ROWS = 16
 #: Panels that a tile of few tokens takes at once at most: enough independent chains to hide the
 #: latency of the multiply-add, and several streams from memory.
 _MOST_PANELS = 4
@@ -45,6 +47,8 @@ class RegisterUse:
     temporaries: int = 0  # for each accumulator, such as the integer chain that feeds it
     panel: int = 1  # for each vector of a panel: its weights
     shared: int = 1  # for the whole tile: a broadcast activation, masks
+    #: Tiles live in the CPU's matrix unit, which takes panels of bf16 pairs and bf16 activations.
+    matrix: bool = False
 
 
 class WeightFormat(Protocol):
@@ -154,6 +158,8 @@ def head_bytes(form: WeightFormat, panel: int) -> int:
 def tile_rows(target: Target, form: WeightFormat) -> int:
     """Tokens of one register tile: accumulators fill the registers that the rest leaves free."""
     use, vectors = form.registers(target), target.panel_vectors
+    if use.matrix:
+        return 2 * MATRIX_ROWS
     free = target.registers - use.panel * vectors - use.shared
     return max(1, free // (vectors * (1 + use.temporaries)))
 

@@ -1,7 +1,7 @@
-"""bf16 weights: `[K / 2][panel][2]`, pairs of k side by side as `vdpbf16ps` takes them.
+"""bf16 weights: `[K / 2][panel][2]`, pairs of k side by side.
 
-With that instruction activations are rounded to bf16 and pairs are multiplied and added in one
-step; elsewhere a pair is widened to f32 (a shift and a mask) and activations stay f32.
+`vdpbf16ps` and the matrix unit (see `kernels.matrix_linear`) take them so, with activations rounded
+to bf16. Elsewhere a pair is widened to f32 (a shift and a mask) and activations stay f32.
 """
 
 from dataclasses import dataclass
@@ -66,10 +66,11 @@ class Bf16:
 
     def registers(self, target: Target) -> RegisterUse:
         """A vector of pairs for the CPU's dot product; widened, a pair is two vectors."""
-        return RegisterUse(panel=1 if self._has_dot(target) else 2)
+        matrix = target.bf16_tiles and not self.exact
+        return RegisterUse(panel=1 if self._has_dot(target) else 2, matrix=matrix)
 
     def _has_dot(self, target: Target) -> bool:
-        return target.bf16_dot and not self.exact
+        return (target.bf16_dot or target.bf16_tiles) and not self.exact
 
     def emit_unit(
         self,

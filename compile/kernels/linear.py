@@ -14,57 +14,41 @@ from buddy_pipeline.compile.formats.base import (
     TileShape,
     WeightFormat,
     activation_bytes,
-    depth_step,
-    head_bytes,
     most_depth,
     panels_for,
     row_bytes,
     tile_rows,
 )
+from buddy_pipeline.compile.kernels.linear_parts import (
+    BLOCK_TILES,
+    SIGNATURE,
+    LinearParts,
+    ceil_div,
+    linear_name,
+)
+from buddy_pipeline.compile.kernels.matrix_linear import MatrixLinear, matrix_scratch_bytes
 from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
-#: Register tiles in one block of tokens; the packed block fills a fraction of L2.
-BLOCK_TILES = 9
-
 #: Tiles of this many rows or more have time to fetch the next panel beside their own work.
 PREFETCH_ROWS = 7
-CACHE_LINE = 64
-
-#: Argument names and types of the kernel: activations and their row stride (elements), output and
-#: its row stride, packed weights, bias or null, sizes, thread id and team size, thread scratch.
-SIGNATURE = [
-    ("x", "!llvm.ptr"),
-    ("ldx", "i64"),
-    ("out", "!llvm.ptr"),
-    ("ldo", "i64"),
-    ("w", "!llvm.ptr"),
-    ("bias", "!llvm.ptr"),
-    ("tokens", "i64"),
-    ("depth", "i64"),
-    ("panels", "i64"),
-    ("tid", "i64"),
-    ("team", "i64"),
-    ("scratch", "!llvm.ptr"),
-]
-
-
-def linear_name(form: WeightFormat) -> str:
-    """The kernel's symbol."""
-    return f"bp_linear_{form.name}"
 
 
 def linear_scratch_bytes(target: Target, form: WeightFormat, depth: int) -> int:
     """Bytes of scratch per thread that the kernel needs for K = `depth`."""
     blocks = -(-depth // most_depth(form, form.activation(target)))
     rows = max(BLOCK_TILES, blocks) * tile_rows(target, form)
-    return rows * row_bytes(form.activation(target))
+    each = row_bytes(form.activation(target))
+    if form.registers(target).matrix:
+        return matrix_scratch_bytes(target, BLOCK_TILES * tile_rows(target, form), each)
+    return rows * each
 
 
 def emit_linear(target: Target, form: WeightFormat) -> str:
     """MLIR text of the module that holds the kernel of a weight format."""
-    return str(_Linear(target, form).emit())
+    emitter = MatrixLinear if form.registers(target).matrix else _Linear
+    return str(emitter(target, form).emit())
 
 
 _TILE_ARGS = [
@@ -89,26 +73,13 @@ _RANGE_ARGS = [
     ("low", "i64"),
     ("high", "i64"),
 ]
-_COPY_ARGS = [
-    ("x", "!llvm.ptr"),
-    ("ldx", "i64"),
-    ("to", "!llvm.ptr"),
-    ("rows", "i64"),
-    ("depth", "i64"),
-]
 
 
-class _Linear:
-    """Writes the functions of one kernel."""
+class _Linear(LinearParts):
+    """Writes the functions of the kernel that works in registers."""
 
     def __init__(self, target: Target, form: WeightFormat) -> None:
-        self.t = Text()
-        self.target = target
-        self.form = form
-        self.activation = form.activation(target)
-        self.row_bytes = row_bytes(self.activation)
-        self.tile_rows = tile_rows(target, form)
-        self.vector = f"vector<{target.lanes}xf32>"
+        super().__init__(target, form, row_unit=form.unit)
 
     def emit(self) -> Text:
         """All functions, callees first."""
@@ -116,7 +87,7 @@ class _Linear:
         shapes = {TileShape(rows, panels) for rows in sizes for panels in (1, self._group(rows))}
         for shape in sorted(shapes, key=lambda s: (s.rows, s.panels)):
             self._tile(shape)
-        self._copy_rows()
+        self.emit_copy_rows()
         for rows in sizes:
             self._few_tokens(rows)
         self._many_tokens()
@@ -155,7 +126,7 @@ class _Linear:
                 inputs = t.gep("%a", t.mul(number, t.constant(unit_inputs)), "i8")
                 bases = [t.gep(panel, offset, "i8") for panel in panels]
                 if shape.rows >= PREFETCH_ROWS and shape.panels == 1:
-                    self._prefetch(t.gep(bases[0], "%wstride", "i8"), count * unit_bytes)
+                    self.prefetch(t.gep(bases[0], "%wstride", "i8"), count * unit_bytes)
                 for step in range(count):
                     accumulators = form.emit_unit(
                         t,
@@ -167,7 +138,7 @@ class _Linear:
                     )
                 return accumulators
 
-            units = _ceil_div(t, "%depth", form.unit)
+            units = ceil_div(t, "%depth", form.unit)
             unroll = max(1, 8 // (shape.rows * form.unit))
             rest = t.op(f"arith.remui {units}, {t.constant(unroll)} : i64")
             whole = t.binary("arith.subi", units, rest)
@@ -189,16 +160,6 @@ class _Linear:
             for result, out in zip(results, outputs, strict=True):
                 t.store(result, out, vector, align)
             t.line("return")
-
-    def _prefetch(self, address: str, size: int) -> None:
-        """Asks for `size` bytes of the next panel: while a panel's tiles after the first multiply
-        from cache, memory would otherwise idle."""
-        for line in range(0, size, CACHE_LINE):
-            place = self.t.gep(address, line, "i8")
-            self.t.line(
-                f'"llvm.intr.prefetch"({place}) <{{cache = 1 : i32, hint = 2 : i32, rw = 0 : i32}}>'
-                " : (!llvm.ptr) -> ()"
-            )
 
     def _start(self, shape: TileShape, outputs: list[str]) -> list[str]:
         """What the chains of a tile go on from: the bias, zero, or the outputs so far."""
@@ -248,38 +209,24 @@ class _Linear:
     def _columns(self, shape: TileShape) -> list[tuple[int, int]]:
         return [(p, v) for p in range(shape.panels) for v in range(self.target.panel_vectors)]
 
-    def _copy_rows(self) -> None:
-        """`copy_rows(x, ldx, to, rows, depth)`: rows of x as tiles read them, `row_bytes` apart.
-
-        Rows are packed in the format's kind of activation, and end in zeros up to a whole unit.
-        """
-        t = self.t
-        with t.function("copy_rows", _COPY_ARGS, private=True):
-            end = t.mul(_ceil_div(t, "%depth", self.form.unit), t.constant(self.form.unit))
-            with t.loop(t.constant(0), "%rows", t.constant(1)) as row:
-                source = t.gep("%x", t.mul(row.index, "%ldx"))
-                to = t.gep("%to", t.mul(row.index, t.constant(self.row_bytes)), "i8")
-                self.activation.emit_row(t, self.target, source, to, "%depth", end)
-            t.line("return")
-
     def _few_tokens(self, rows: int) -> None:
         """`few_tokens_R(…)`: one tile of R tokens, packed `[K block][R][row_bytes]` in %a, over
         panels low … high; each panel group runs through all of K while its outputs stay in L1."""
         t = self.t
         with t.function(f"few_tokens_{rows}", _RANGE_ARGS, private=True):
-            zero, one, block = t.constant(0), t.constant(1), self._block()
-            panel_size = self._panel_bytes()
+            zero, one, block = t.constant(0), t.constant(1), self.block()
+            panel_size = self.panel_bytes()
 
             def tile(shape: TileShape, panel: str) -> None:
                 scales = t.gep("%w", t.mul(panel, panel_size), "i8")
                 c = t.gep("%out", t.mul(panel, t.constant(self.target.panel)))
-                bias = self._bias_at(panel)
+                bias = self.bias_at(panel)
                 with t.loop(zero, "%depth", block) as k:
-                    depth = self._block_depth(k.index, block)
+                    depth = self.block_depth(k.index, block)
                     number = t.binary("arith.divui", k.index, block)
                     a = t.gep("%a", t.mul(number, t.constant(rows * self.row_bytes)), "i8")
-                    wk = self._weights_at(scales, k.index)
-                    ends = self._ends(k.index, depth)
+                    wk = self.weights_at(scales, k.index)
+                    ends = self.ends(k.index, depth)
                     self._call_tile(
                         shape, [a, wk, panel_size, c, "%ldo", depth, bias, scales, *ends]
                     )
@@ -300,9 +247,9 @@ class _Linear:
         t, target = self.t, self.target
         args = [*SIGNATURE[:9], ("low", "i64"), ("high", "i64"), ("scratch", "!llvm.ptr")]
         with t.function("many_tokens", args, private=True):
-            zero, one, block = t.constant(0), t.constant(1), self._block()
-            panel_size = self._panel_bytes()
-            blocks = _ceil_div(t, "%tokens", self.tile_rows * BLOCK_TILES)
+            zero, one, block = t.constant(0), t.constant(1), self.block()
+            panel_size = self.panel_bytes()
+            blocks = ceil_div(t, "%tokens", self.tile_rows * BLOCK_TILES)
             with t.loop(zero, blocks, one) as b:
                 # The part of this thread's unit range that lies in token block b.
                 base = t.mul(b.index, "%panels")
@@ -310,18 +257,18 @@ class _Linear:
                 high = t.binary("arith.minsi", t.binary("arith.subi", "%high", base), "%panels")
                 row_low, row_high = thread_share(t, "%tokens", b.index, blocks)
                 rows = t.binary("arith.subi", row_high, row_low)
-                tiles = _ceil_div(t, rows, self.tile_rows)
+                tiles = ceil_div(t, rows, self.tile_rows)
                 mine = t.compare("slt", low, high)
                 with t.loop(zero, t.select(mine, "%depth", zero, "i64"), block) as k:
-                    depth = self._block_depth(k.index, block)
-                    ends = self._ends(k.index, depth)
+                    depth = self.block_depth(k.index, block)
+                    ends = self.ends(k.index, depth)
                     x = t.gep(t.gep("%x", t.mul(row_low, "%ldx")), k.index)
-                    self._call_copy([x, "%ldx", "%scratch", rows, depth])
+                    self.call_copy([x, "%ldx", "%scratch", rows, depth])
                     with t.loop(low, high, one) as panel:
                         scales = t.gep("%w", t.mul(panel.index, panel_size), "i8")
-                        w = self._weights_at(scales, k.index)
+                        w = self.weights_at(scales, k.index)
                         column = t.mul(panel.index, t.constant(target.panel))
-                        bias = self._bias_at(panel.index)
+                        bias = self.bias_at(panel.index)
                         with t.loop(zero, tiles, one) as tile:
                             start, end = thread_share(t, rows, tile.index, tiles)
                             a = t.gep("%scratch", t.mul(start, t.constant(self.row_bytes)), "i8")
@@ -341,81 +288,32 @@ class _Linear:
         """The kernel: chooses by token count who computes what."""
         t, most = self.t, self.tile_rows
         with t.function(linear_name(self.form), SIGNATURE):
-            zero, block = t.constant(0), self._block()
+            zero, block = t.constant(0), self.block()
             low, high = thread_share(t, "%panels", "%tid", "%team")
 
             def few(rows: int) -> None:
                 with t.loop(zero, "%depth", block) as k:
-                    depth = self._block_depth(k.index, block)
+                    depth = self.block_depth(k.index, block)
                     number = t.binary("arith.divui", k.index, block)
                     to = t.gep("%scratch", t.mul(number, t.constant(rows * self.row_bytes)), "i8")
-                    self._call_copy([t.gep("%x", k.index), "%ldx", to, "%tokens", depth])
+                    self.call_copy([t.gep("%x", k.index), "%ldx", to, "%tokens", depth])
                 values = ["%scratch", "%out", "%ldo", "%w", "%bias", "%depth", low, high]
                 kinds = [kind for _, kind in _RANGE_ARGS]
                 t.call(f"few_tokens_{rows}", list(zip(values, kinds, strict=True)))
 
             t.switch("%tokens", {rows: partial(few, rows) for rows in range(1, most + 1)})
             with t.when(t.compare("ugt", "%tokens", t.constant(most))):
-                units = t.mul(_ceil_div(t, "%tokens", most * BLOCK_TILES), "%panels")
+                units = t.mul(ceil_div(t, "%tokens", most * BLOCK_TILES), "%panels")
                 first, last = thread_share(t, units, "%tid", "%team")
                 call = [(f"%{name}", kind) for name, kind in SIGNATURE[:9]]
                 call += [(first, "i64"), (last, "i64"), ("%scratch", "!llvm.ptr")]
                 t.call("many_tokens", call)
             t.line("return")
 
-    def _panel_bytes(self) -> str:
-        """Bytes of one panel of this matrix."""
-        t, form, panel = self.t, self.form, self.target.panel
-        units = _ceil_div(t, "%depth", form.unit)
-        size = t.mul(units, t.constant(form.unit_bytes(panel)))
-        return t.add(size, t.constant(head_bytes(form, panel))) if form.scaled else size
-
-    def _weights_at(self, panel: str, k: str) -> str:
-        """Address of depth k (a multiple of the unit) in a panel."""
-        number = self.t.binary("arith.divui", k, self.t.constant(self.form.unit))
-        size = self.t.constant(self.form.unit_bytes(self.target.panel))
-        first = self.t.gep(panel, head_bytes(self.form, self.target.panel), "i8")
-        return self.t.gep(first, self.t.mul(number, size), "i8")
-
-    def _ends(self, k: str, depth: str) -> tuple[str, str]:
-        """Whether the block of `depth` at k is the first of K, and whether it is the last."""
-        t = self.t
-        first = t.compare("eq", k, t.constant(0))
-        return first, t.compare("eq", t.add(k, depth), "%depth")
-
-    def _block(self) -> str:
-        """Depth of the cache blocks over K: as few as fit, of one size but for the last."""
-        t = self.t
-        most, step = most_depth(self.form, self.activation), depth_step(self.form, self.activation)
-        count = _ceil_div(t, "%depth", most)
-        even = t.binary("arith.ceildivui", "%depth", t.binary("arith.maxui", count, t.constant(1)))
-        return t.mul(_ceil_div(t, even, step), t.constant(step))
-
-    def _block_depth(self, k: str, block: str) -> str:
-        """Depth of the K block that starts at k."""
-        left = self.t.binary("arith.subi", "%depth", k)
-        return self.t.binary("arith.minui", left, block)
-
-    def _bias_at(self, panel: str) -> str:
-        """Address of the bias of `panel`, or null when there is none."""
-        t = self.t
-        place = t.gep("%bias", t.mul(panel, t.constant(self.target.panel)))
-        return t.select(t.is_null("%bias"), "%bias", place, "!llvm.ptr")
-
     def _call_tile(self, shape: TileShape, values: list[str]) -> None:
         kinds = [kind for _, kind in _TILE_ARGS]
         self.t.call(_tile_name(shape), list(zip(values, kinds, strict=True)))
 
-    def _call_copy(self, values: list[str]) -> None:
-        kinds = [kind for _, kind in _COPY_ARGS]
-        self.t.call("copy_rows", list(zip(values, kinds, strict=True)))
-
 
 def _tile_name(shape: TileShape) -> str:
     return f"tile_r{shape.rows}_p{shape.panels}"
-
-
-def _ceil_div(t: Text, value: str, by: int) -> str:
-    if by == 1:
-        return value
-    return t.binary("arith.divui", t.add(value, t.constant(by - 1)), t.constant(by))

@@ -112,6 +112,9 @@ def compare(
     write_json(json, report | lengths)
 
 
+#: Tokens of the prompt that shows whether llama.cpp works: enough for its matrix kernels.
+_PROBE = 64
+
 Seconds = dict[str, dict[str, list[float]]]
 """Of each round, by contestant and phase ("prefill" or "decode")."""
 
@@ -175,7 +178,20 @@ def _peer_maker(
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     if peer.engine == TRANSFORMERS:
         return Transformers, (choice, peer.format, team)
-    return LlamaCpp, (paths[peer.format], team, choice.longest)
+    arguments = (paths[peer.format], team, choice.longest)
+    return LlamaCpp, (*arguments, _repacks(peer.name, arguments))
+
+
+def _repacks(name: str, arguments: tuple[Any, ...]) -> bool:
+    """Whether llama.cpp survives a prompt with its own weight layouts. With version 0.3.36 of
+    llama-cpp-python, built by GCC, its AMX kernels end in an illegal instruction."""
+    try:
+        with child(name, LlamaCpp, *arguments) as process:
+            process.call("prefill", random_ids(_PROBE))
+    except RuntimeError:
+        print(f"{name} dies with its own weight layouts, so it runs without them")
+        return False
+    return True
 
 
 def _check_file(choice: ModelChoice, form: str) -> None:
@@ -191,6 +207,7 @@ def _gguf_file(choice: ModelChoice, form: str, folder: Path) -> Path:
     source = choice.open().checkpoint.path
     if form == OWN_FILE:
         return source
+    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{source.stem}-{form}.gguf"
     if not path.exists():
         run_in_child("the GGUF writer", _write_gguf, source, path, form)

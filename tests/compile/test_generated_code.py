@@ -143,6 +143,21 @@ def test_accumulators_of_linear_tiles_stay_in_registers(target: Target, form: st
             assert multiplies_a_store * len(stored) <= len(loop.packed()), name
 
 
+def test_matrix_tiles_do_nothing_but_load_and_multiply_tiles() -> None:
+    features = "+avx512bf16,+amx-tile,+amx-bf16"
+    target = replace(WITH_BF16, features=features, bf16_tiles=True)
+    kernel = built_linear(target, "bf16")
+    parts = kernel.parts("tiles_")
+    assert sorted(parts) == ["tiles_r1_p1", "tiles_r1_p2", "tiles_r2_p1"]
+    for name, tile in parts.items():
+        rows, panels = map(int, re.findall(r"\d+", name))
+        (loop,) = tile.innermost_loops()
+        assert len(loop.with_word("^tdpbf16ps")) == 2 * rows * panels, name
+        assert len(loop.with_word("^tileloadd")) == rows + 2 * panels, name
+        assert loop.with_word("^tilestored|^v|%[xyz]mm") == [], name
+    check_object(kernel, linear.linear_name(FORMATS["bf16"]), target)
+
+
 @pytest.mark.parametrize(
     ("target", "form"),
     [

@@ -134,16 +134,17 @@ def _materialise_buffers(model: Any, config: Any) -> None:
 class LlamaCpp:
     """llama.cpp through its C interface: no sampler, and nothing of an earlier prompt is kept."""
 
-    def __init__(self, path: Path, threads: int, longest: int) -> None:
+    def __init__(self, path: Path, threads: int, longest: int, repack: bool = True) -> None:
+        """`repack` allows kernels that want weights in a layout of their own, AMX among them."""
         import llama_cpp
 
         self._lib = llama_cpp
         self._quiet = llama_cpp.llama_log_callback(lambda *_: None)
         llama_cpp.llama_log_set(self._quiet, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
-        self._model = llama_cpp.llama_load_model_from_file(
-            str(path).encode(), llama_cpp.llama_model_default_params()
-        )
+        loading = llama_cpp.llama_model_default_params()
+        loading.use_extra_bufts = repack
+        self._model = llama_cpp.llama_load_model_from_file(str(path).encode(), loading)
         if not self._model:
             raise UserError(f"llama.cpp cannot load {path}")
         parameters = llama_cpp.llama_context_default_params()

@@ -7,6 +7,15 @@ the stage driver, as `loop(args, step, tid)`, and leaves a sum so that no work c
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from buddy_pipeline.compile.formats.base import MATRIX_ROWS
+from buddy_pipeline.compile.kernels.matrix_tiles import (
+    SUMS,
+    TILE_DEPTH,
+    TOKENS,
+    WEIGHTS,
+    emit_configuration,
+    emit_unit,
+)
 from buddy_pipeline.compile.kernels.step import step_word, thread_share
 from buddy_pipeline.compile.manifest import StepWord
 from buddy_pipeline.compile.mlir_text import Text
@@ -77,8 +86,10 @@ def fma_f32(target: Target) -> FmaLoop:
 
 
 def fma_bf16(target: Target) -> FmaLoop | None:
-    """Products of bf16 pairs added to f32, on independent chains; None if the CPU has no such
-    instruction."""
+    """Products of bf16 pairs added to f32, on independent chains, in the matrix unit if there is
+    one; None if the CPU has no such instruction."""
+    if target.bf16_tiles:
+        return _fma_tiles(target)
     if not target.bf16_dot:
         return None
     vector = f"vector<{target.lanes}xf32>"
@@ -94,6 +105,35 @@ def fma_bf16(target: Target) -> FmaLoop | None:
 
     text = _emit_fma(FMA_BF16, target, pairs, chains, step)
     return FmaLoop(FMA_BF16, text, chains * target.lanes * 4)
+
+
+def _fma_tiles(target: Target) -> FmaLoop:
+    """Two tiles by two into four sums, each 16 x 16 outputs over 32 k, as the linear kernel does.
+
+    The arguments are those of `_emit_fma`; all tiles hold what lies at the factors' address.
+    """
+    t = Text()
+
+    def unit(instruction: str, *operands: int | tuple[str, str]) -> None:
+        emit_unit(t, instruction, *operands)
+
+    with t.function(FMA_BF16, _ARGS):
+        data = (t.word("%args", _WORDS_DATA, "!llvm.ptr"), "!llvm.ptr")
+        result = t.word("%args", _WORDS_RESULT, "!llvm.ptr")
+        place = t.gep(result, t.mul("%tid", t.constant(RESULT_BYTES)), "i8")
+        # The shapes are written where the result will be: a thread has no other memory.
+        emit_configuration(t, place, t.constant(2 * MATRIX_ROWS))
+        unit("ldtilecfg", (place, "!llvm.ptr"))
+        for register in (*SUMS, *TOKENS, *WEIGHTS):
+            unit("tileloadd64", register, data, (t.constant(0), "i64"))
+        rounds = t.word("%args", _WORDS_COUNT)
+        with t.loop(t.constant(0), rounds, t.constant(1)):
+            for number, total in enumerate(SUMS):
+                unit("tdpbf16ps", total, TOKENS[number // 2], WEIGHTS[number % 2])
+        unit("tilestored64", SUMS[0], (place, "!llvm.ptr"), (t.constant(0), "i64"))
+        t.line('llvm.call_intrinsic "llvm.x86.tilerelease"() : () -> ()')
+        t.line("return")
+    return FmaLoop(FMA_BF16, str(t), 2 * len(SUMS) * MATRIX_ROWS**2 * TILE_DEPTH)
 
 
 def _emit_fma(

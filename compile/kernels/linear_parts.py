@@ -1,0 +1,140 @@
+"""What the linear kernels of registers and of the matrix unit have in common.
+
+Weights lie in panels of `Target.panel` outputs side by side over all of K, in a weight format (see
+`formats`); K is walked in cache blocks, for each of which a token's activations are packed once.
+"""
+
+from buddy_pipeline.compile.formats.base import (
+    WeightFormat,
+    depth_step,
+    head_bytes,
+    most_depth,
+    row_bytes,
+    tile_rows,
+)
+from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.compile.target import Target
+
+#: Register tiles in one block of tokens; the packed block fills a fraction of L2.
+BLOCK_TILES = 9
+
+CACHE_LINE = 64
+
+#: Argument names and types of the kernel: activations and their row stride (elements), output and
+#: its row stride, packed weights, bias or null, sizes, thread id and team size, thread scratch.
+SIGNATURE = [
+    ("x", "!llvm.ptr"),
+    ("ldx", "i64"),
+    ("out", "!llvm.ptr"),
+    ("ldo", "i64"),
+    ("w", "!llvm.ptr"),
+    ("bias", "!llvm.ptr"),
+    ("tokens", "i64"),
+    ("depth", "i64"),
+    ("panels", "i64"),
+    ("tid", "i64"),
+    ("team", "i64"),
+    ("scratch", "!llvm.ptr"),
+]
+
+
+def linear_name(form: WeightFormat) -> str:
+    """The kernel's symbol."""
+    return f"bp_linear_{form.name}"
+
+
+_COPY_ARGS = [
+    ("x", "!llvm.ptr"),
+    ("ldx", "i64"),
+    ("to", "!llvm.ptr"),
+    ("rows", "i64"),
+    ("depth", "i64"),
+]
+
+
+class LinearParts:
+    """Writes the functions and addresses that the kernels share."""
+
+    def __init__(self, target: Target, form: WeightFormat, row_unit: int) -> None:
+        """`row_unit`: packed activation rows end in zeros up to a multiple of it."""
+        self.t = Text()
+        self.target = target
+        self.form = form
+        self.row_unit = row_unit
+        self.activation = form.activation(target)
+        self.row_bytes = row_bytes(self.activation)
+        self.tile_rows = tile_rows(target, form)
+        self.vector = f"vector<{target.lanes}xf32>"
+
+    def emit_copy_rows(self) -> None:
+        """`copy_rows(x, ldx, to, rows, depth)`: rows of x as tiles read them, `row_bytes` apart.
+
+        Rows are packed in the format's kind of activation, and end in zeros up to `row_unit`.
+        """
+        t = self.t
+        with t.function("copy_rows", _COPY_ARGS, private=True):
+            end = t.mul(ceil_div(t, "%depth", self.row_unit), t.constant(self.row_unit))
+            with t.loop(t.constant(0), "%rows", t.constant(1)) as row:
+                source = t.gep("%x", t.mul(row.index, "%ldx"))
+                to = t.gep("%to", t.mul(row.index, t.constant(self.row_bytes)), "i8")
+                self.activation.emit_row(t, self.target, source, to, "%depth", end)
+            t.line("return")
+
+    def prefetch(self, address: str, size: int) -> None:
+        """Asks for `size` bytes of the next panel: while a panel's tiles after the first multiply
+        from cache, memory would otherwise idle."""
+        for line in range(0, size, CACHE_LINE):
+            place = self.t.gep(address, line, "i8")
+            self.t.line(
+                f'"llvm.intr.prefetch"({place}) <{{cache = 1 : i32, hint = 2 : i32, rw = 0 : i32}}>'
+                " : (!llvm.ptr) -> ()"
+            )
+
+    def panel_bytes(self) -> str:
+        """Bytes of one panel of this matrix."""
+        t, form, panel = self.t, self.form, self.target.panel
+        units = ceil_div(t, "%depth", form.unit)
+        size = t.mul(units, t.constant(form.unit_bytes(panel)))
+        return t.add(size, t.constant(head_bytes(form, panel))) if form.scaled else size
+
+    def weights_at(self, panel: str, k: str) -> str:
+        """Address of depth k (a multiple of the unit) in a panel."""
+        number = self.t.binary("arith.divui", k, self.t.constant(self.form.unit))
+        size = self.t.constant(self.form.unit_bytes(self.target.panel))
+        first = self.t.gep(panel, head_bytes(self.form, self.target.panel), "i8")
+        return self.t.gep(first, self.t.mul(number, size), "i8")
+
+    def ends(self, k: str, depth: str) -> tuple[str, str]:
+        """Whether the block of `depth` at k is the first of K, and whether it is the last."""
+        t = self.t
+        first = t.compare("eq", k, t.constant(0))
+        return first, t.compare("eq", t.add(k, depth), "%depth")
+
+    def block(self) -> str:
+        """Depth of the cache blocks over K: as few as fit, of one size but for the last."""
+        t = self.t
+        most, step = most_depth(self.form, self.activation), depth_step(self.form, self.activation)
+        count = ceil_div(t, "%depth", most)
+        even = t.binary("arith.ceildivui", "%depth", t.binary("arith.maxui", count, t.constant(1)))
+        return t.mul(ceil_div(t, even, step), t.constant(step))
+
+    def block_depth(self, k: str, block: str) -> str:
+        """Depth of the K block that starts at k."""
+        left = self.t.binary("arith.subi", "%depth", k)
+        return self.t.binary("arith.minui", left, block)
+
+    def bias_at(self, panel: str) -> str:
+        """Address of the bias of `panel`, or null when there is none."""
+        t = self.t
+        place = t.gep("%bias", t.mul(panel, t.constant(self.target.panel)))
+        return t.select(t.is_null("%bias"), "%bias", place, "!llvm.ptr")
+
+    def call_copy(self, values: list[str]) -> None:
+        kinds = [kind for _, kind in _COPY_ARGS]
+        self.t.call("copy_rows", list(zip(values, kinds, strict=True)))
+
+
+def ceil_div(t: Text, value: str, by: int) -> str:
+    if by == 1:
+        return value
+    return t.binary("arith.divui", t.add(value, t.constant(by - 1)), t.constant(by))
