@@ -64,6 +64,7 @@ class LinearParts:
         self.activation = form.activation(target)
         self.row_bytes = row_bytes(self.activation)
         self.tile_rows = tile_rows(target, form)
+        self.most_depth = most_depth(form, self.activation)
         self.vector = f"vector<{target.lanes}xf32>"
 
     def emit_copy_rows(self) -> None:
@@ -113,8 +114,8 @@ class LinearParts:
     def block(self) -> str:
         """Depth of the cache blocks over K: as few as fit, of one size but for the last."""
         t = self.t
-        most, step = most_depth(self.form, self.activation), depth_step(self.form, self.activation)
-        count = ceil_div(t, "%depth", most)
+        step = depth_step(self.form, self.activation)
+        count = ceil_div(t, "%depth", self.most_depth)
         even = t.binary("arith.ceildivui", "%depth", t.binary("arith.maxui", count, t.constant(1)))
         return t.mul(ceil_div(t, even, step), t.constant(step))
 

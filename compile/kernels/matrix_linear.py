@@ -36,6 +36,8 @@ _FEW_PANELS = 2
 #: One configuration for whole tiles, one for the last tokens.
 _CONFIGS = ("whole", "rest")
 
+#: k of a cache block: a panel over it and two tiles of rows fill L1 together.
+_MOST_DEPTH = 384
 _TILE_ARGS = [
     ("a", "!llvm.ptr"),
     ("w", "!llvm.ptr"),
@@ -70,29 +72,31 @@ class MatrixLinear(LinearParts):
         assert target.panel == 2 * MATRIX_ROWS
         super().__init__(target, form, row_unit=TILE_DEPTH)
         self.weight_bytes = _weight_bytes(target)
+        self.most_depth = _MOST_DEPTH
 
     def emit(self) -> Text:
         """All functions, callees first."""
         self._tiles(1, 1)
         self._tiles(1, _FEW_PANELS)
         self._tiles(2, 1)
+        self._tiles(2, 1, fetches=False)
         self.emit_copy_rows()
         self._pad_weights()
         self._begin_with_bias()
         self._entry()
         return self.t
 
-    def _tiles(self, rows: int, panels: int) -> None:
+    def _tiles(self, rows: int, panels: int, fetches: bool = True) -> None:
         """`tiles_rR_pP(a, w, wstride, wend, c, ldc, depth, goes_on)`: c (+)= a · w for R row tiles
         of as many tokens as the configuration says, and P panels, `wstride` bytes apart.
 
         `wend` holds the panels' weights of the last depth % 32; `goes_on` says whether sums start
-        from c.
+        from c. `fetches`: asks for weights that follow while these are multiplied.
         """
         t, target = self.t, self.target
         places = [(r, p, v) for r in range(rows) for p in range(panels) for v in range(WIDE)]
         sums = dict(zip(places, SUMS[: len(places)], strict=True))
-        with t.function(_tiles_name(rows, panels), _TILE_ARGS, private=True):
+        with t.function(_tiles_name(rows, panels, fetches), _TILE_ARGS, private=True):
             stride = (t.mul("%ldc", t.constant(4)), "i64")
             row_tiles = ["%c", t.gep("%c", t.mul("%ldc", t.constant(MATRIX_ROWS)))]
             outputs = {
@@ -132,9 +136,10 @@ class MatrixLinear(LinearParts):
                 offset = t.mul(k.index, t.constant(self.weight_bytes))
                 weights = [t.gep(stream, offset, "i8") for stream in streams]
                 for place in weights:
-                    # The next tile, where memory is the limit; else the next panel.
-                    ahead = self.weight_bytes if rows == 1 else "%wstride"
-                    self.prefetch(t.gep(place, ahead, "i8"), self.weight_bytes)
+                    if rows == 1:  # memory is the limit: the next tile
+                        self.prefetch(t.gep(place, self.weight_bytes, "i8"), self.weight_bytes)
+                    elif fetches:  # for the next panel
+                        self.prefetch(t.gep(place, "%wstride", "i8"), self.weight_bytes)
                 step(k.index, weights)
             with t.when(self._has_rest("%depth")):
                 step(whole, [t.gep("%wend", p * self.weight_bytes, "i8") for p in range(panels)])
@@ -233,12 +238,12 @@ class MatrixLinear(LinearParts):
                         c = t.gep(t.gep("%out", t.mul(row_low, "%ldo")), column)
                         goes_on = self._begin(first, number, at_once, c, rows)
 
-                        def tiles(count: int, row: str) -> None:
+                        def tiles(count: int, row: str, fetches: bool = True) -> None:
                             place = t.mul(row, t.constant(self.row_bytes))
                             a = t.gep("%scratch", place, "i8")
                             out = t.gep(c, t.mul(row, "%ldo"))
                             values = [a, w, panel_size, wend, out, "%ldo", depth, goes_on]
-                            self._call(_tiles_name(count, at_once), values, _TILE_ARGS)
+                            self._call(_tiles_name(count, at_once, fetches), values, _TILE_ARGS)
 
                         if at_once > 1:
                             emit_unit(t, "ldtilecfg", (rest, "!llvm.ptr"))
@@ -246,8 +251,10 @@ class MatrixLinear(LinearParts):
                             return
                         with t.when(t.compare("ugt", left_low, zero)):
                             emit_unit(t, "ldtilecfg", (whole, "!llvm.ptr"))
-                            with t.loop(zero, left_low, t.constant(self.tile_rows)) as row:
-                                tiles(2, row.index)
+                            tiles(2, zero)
+                            next_tile = t.constant(self.tile_rows)
+                            with t.loop(next_tile, left_low, next_tile) as row:
+                                tiles(2, row.index, fetches=False)
                         with t.when(t.compare("ugt", left, zero)):
                             emit_unit(t, "ldtilecfg", (rest, "!llvm.ptr"))
                             two = t.compare("ugt", left, t.constant(MATRIX_ROWS))
@@ -284,5 +291,5 @@ class MatrixLinear(LinearParts):
         self.t.call(name, list(zip(values, kinds, strict=True)))
 
 
-def _tiles_name(rows: int, panels: int) -> str:
-    return f"tiles_r{rows}_p{panels}"
+def _tiles_name(rows: int, panels: int, fetches: bool) -> str:
+    return f"tiles_r{rows}_p{panels}" + ("" if fetches else "_again")

@@ -148,7 +148,7 @@ def test_matrix_tiles_do_nothing_but_load_and_multiply_tiles() -> None:
     target = replace(WITH_BF16, features=features, bf16_tiles=True)
     kernel = built_linear(target, "bf16")
     parts = kernel.parts("tiles_")
-    assert sorted(parts) == ["tiles_r1_p1", "tiles_r1_p2", "tiles_r2_p1"]
+    assert sorted(parts) == ["tiles_r1_p1", "tiles_r1_p2", "tiles_r2_p1", "tiles_r2_p1_again"]
     for name, tile in parts.items():
         rows, panels = map(int, re.findall(r"\d+", name))
         (loop,) = tile.innermost_loops()
