@@ -61,6 +61,11 @@ class Drafter:
             for name, node in model.fx.items()
             if (weight := fx_nodes.linear_weight(node, model.parameters)) is not None
         }
+        self._tables = {
+            model.parameters[fx_nodes.arguments(node)[0].name]
+            for node in model.fx.values()
+            if fx_nodes.is_embedding(node, model.parameters)
+        }
         for node in model.nodes:
             if node.kind is NodeKind.VIEW:
                 continue
@@ -88,7 +93,8 @@ class Drafter:
         node, names = self.model.fx[name], self.model.parameters
         weight = fx_nodes.linear_weight(node, names)
         assert weight is not None
-        return self.variant.linear(names[weight.name], fx_nodes.linear_bias(node) is not None)
+        has_bias, aliases = fx_nodes.linear_bias(node) is not None, names[weight.name]
+        return self.variant.linear(aliases, has_bias, is_table=aliases in self._tables)
 
     def table_form(self, aliases: tuple[str, ...]) -> str:
         """The weight format of an embedding table: that of a head that shares it, if one does."""

@@ -33,12 +33,14 @@ def model_cost(model: Model) -> ModelCost:
 
     def linear(info: TensorInfo) -> PartCost:
         has_bias = info.name.removesuffix("weight") + "bias" in checkpoint.tensors
-        return _linear(info, _matrix_bytes(formats.linear([info.name], has_bias)))
+        return _linear(info, _matrix_bytes(formats.linear([info.name], has_bias, is_table=False)))
 
     def table_bytes(info: TensorInfo) -> float:
         names = [info.name]
         is_head = checkpoint.ties_head
-        form = formats.linear(names, has_bias=False) if is_head else formats.table(names)
+        form = formats.table(names)
+        if is_head:
+            form = formats.linear(names, has_bias=False, is_table=True)
         return prod(info.shape) * _matrix_bytes(form)
 
     layers = [NOTHING] * model.layers

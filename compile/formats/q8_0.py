@@ -7,6 +7,7 @@ import numpy as np
 from buddy_pipeline.compile.formats.block_column import Column
 from buddy_pipeline.compile.formats.block_layout import Fields, half, halves_at
 from buddy_pipeline.compile.formats.blocks import BlockFormat
+from buddy_pipeline.compile.formats.quantised_rows import Int8Blocks
 
 
 class Q8_0(BlockFormat):
@@ -16,6 +17,10 @@ class Q8_0(BlockFormat):
     file_bytes: ClassVar[int] = 34
     bits: ClassVar[int] = 8
     signed: ClassVar[bool] = True
+
+    def from_f32(self, rows: np.ndarray) -> np.ndarray:
+        """Quantised rows."""
+        return Int8Blocks().quantise(rows)
 
     def fields(self, blocks: np.ndarray) -> Fields:
         """See `BlockFormat.fields`."""

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from gguf import GGMLQuantizationType, quants
+
+_Q8_0_BLOCK, _Q8_0_BYTES = 32, 34
+#: The greatest zero of int4, in steps, and its parts of a step.
+_MOST_ZERO, _ZERO_PARTS = 128, np.float32(64)
 
 
 class RowFormat(Protocol):
@@ -96,11 +101,47 @@ class Int8Rows:
 
 
 @dataclass(frozen=True)
-class Int4Rows:
-    """int4 by groups with a scale and a zero each: w = (q - zero) · scale, all from 0 to 15.
+class Int8Blocks:
+    """GGUF's Q8_0: blocks of 32 int8 with an f16 scale each, w = q · scale."""
 
-    The scale is an f16, so that (q - zero) · scale is exact in float32. Two neighbours share a
-    byte, the first in its lower half; zeros take a byte each.
+    name: str = "q8_0"
+    bits: int = 8
+
+    def depth(self, record_bytes: int) -> int:
+        """34 bytes a block."""
+        return record_bytes // _Q8_0_BYTES * _Q8_0_BLOCK
+
+    def check_depth(self, depth: int) -> None:
+        """Rows must be whole blocks."""
+        if depth % _Q8_0_BLOCK:
+            raise ValueError(
+                f"has rows of {depth} elements, which blocks of {_Q8_0_BLOCK} do not divide"
+            )
+
+    def fields(self, depth: int) -> dict[str, tuple[np.dtype, int]]:
+        """Blocks as in a GGUF file."""
+        return {"": (np.dtype(np.uint8), depth // _Q8_0_BLOCK * _Q8_0_BYTES)}
+
+    def quantise(self, rows: np.ndarray) -> np.ndarray:
+        """As the gguf package does: the largest magnitude of a block becomes 127."""
+        self.check_depth(rows.shape[1])
+        _check_finite(rows)
+        _check_finite((np.abs(rows).max(initial=0.0, keepdims=True) / 127).astype(np.float16))
+        return quants.quantize(np.ascontiguousarray(rows), GGMLQuantizationType.Q8_0)
+
+    def dequantise(self, records: np.ndarray) -> np.ndarray:
+        """q · scale, exact."""
+        return quants.dequantize(records, GGMLQuantizationType.Q8_0)
+
+
+@dataclass(frozen=True)
+class Int4Rows:
+    """int4 by groups with a scale and a zero each: w = (q - zero) · scale, q from 0 to 15.
+
+    Both are f16, and a zero is a whole number of 64ths, so that q - zero is exact in float32 and a
+    weight is rounded once. A zero that is whole would shift a group by up to half a step: on
+    SmolLM2-135M that costs 22 % of perplexity. Two neighbours share a byte, the first in its lower
+    half.
     """
 
     group: int
@@ -112,8 +153,8 @@ class Int4Rows:
         return f"w4g{self.group}"
 
     def depth(self, record_bytes: int) -> int:
-        """Half a byte each, and three bytes a group."""
-        return record_bytes // (self.group // 2 + 3) * self.group
+        """Half a byte each, and four bytes a group."""
+        return record_bytes // (self.group // 2 + 4) * self.group
 
     def check_depth(self, depth: int) -> None:
         """Rows must be whole groups."""
@@ -127,24 +168,30 @@ class Int4Rows:
         groups = depth // self.group
         return {
             "scale": (np.dtype(np.float16), groups),
-            "zero": (np.dtype(np.uint8), groups),
+            "zero": (np.dtype(np.float16), groups),
             "": (np.dtype(np.uint8), depth // 2),
         }
 
     def quantise(self, rows: np.ndarray) -> np.ndarray:
-        """The range of a group, zero included, is stretched over 0 to 15."""
+        """The range of a group is stretched over 0 to 15.
+
+        A group far from zero for its range has a greater scale: its zero must not exceed 128 steps,
+        which f16 keeps to a 16th.
+        """
         self.check_depth(rows.shape[1])
         groups = rows.reshape(len(rows), -1, self.group)
-        low = np.minimum(groups.min(axis=2), 0)
-        high = np.maximum(groups.max(axis=2), 0)
+        low, high = groups.min(axis=2), groups.max(axis=2)
         _check_finite(high - low)
-        scale = ((high - low) / np.float32(15)).astype(np.float16)
+        farthest = np.maximum(np.abs(low), np.abs(high))
+        steps = np.maximum((high - low) / np.float32(15), farthest / np.float32(_MOST_ZERO))
+        scale = steps.astype(np.float16)
         _check_finite(scale)
         divisor = np.where(scale > 0, scale.astype(np.float32), np.float32(np.inf))
-        zero = np.clip(np.rint(-low / divisor), 0, 15)
-        q = np.clip(np.rint(groups / divisor[..., None]) + zero[..., None], 0, 15).astype(np.uint8)
+        zero = (np.rint(-low / divisor * _ZERO_PARTS) / _ZERO_PARTS).astype(np.float16)
+        shifted = groups / divisor[..., None] + zero.astype(np.float32)[..., None]
+        q = np.clip(np.rint(shifted), 0, 15).astype(np.uint8)
         pairs = q.reshape(len(rows), -1, 2)
-        return join_records([scale, zero.astype(np.uint8), pairs[..., 0] | pairs[..., 1] << 4])
+        return join_records([scale, zero, pairs[..., 0] | pairs[..., 1] << 4])
 
     def codes(self, records: np.ndarray) -> np.ndarray:
         """q, uint8 [outputs, K]."""
@@ -152,10 +199,11 @@ class Int4Rows:
         return np.stack([pairs & 15, pairs >> 4], axis=2).reshape(len(records), -1)
 
     def dequantise(self, records: np.ndarray) -> np.ndarray:
-        """(q - zero) · scale, exact."""
+        """(q - zero) · scale, rounded once."""
         fields = split_records(self, records)
         q = self.codes(records).reshape(len(records), -1, self.group).astype(np.float32)
-        values = (q - fields["zero"][..., None]) * fields["scale"].astype(np.float32)[..., None]
+        zero, scale = (fields[name].astype(np.float32)[..., None] for name in ("zero", "scale"))
+        values = (q - zero) * scale
         return values.reshape(len(records), -1)
 
 
@@ -165,5 +213,5 @@ def _check_finite(values: np.ndarray) -> None:
 
 
 ROW_FORMATS: dict[str, RowFormat] = {
-    form.name: form for form in (Int8Rows(), Int4Rows(32), Int4Rows(128))
+    form.name: form for form in (Int8Rows(), Int8Blocks(), Int4Rows(32), Int4Rows(128))
 }

@@ -75,7 +75,7 @@ class W4:
         packed = panels.reshape(len(panels), units, -1)
         words = _words(self._rows.codes(rows)).reshape(len(rows), units, -1)
         count = words.shape[2]
-        halves = np.stack([fields["scale"], fields["zero"].astype(np.float16)], axis=2)
+        halves = np.stack([fields["scale"], fields["zero"]], axis=2)
         for values, place in (
             (words, packed[..., : 4 * count * width].view(np.uint32)),
             (halves, packed[..., 4 * count * width :].view(np.float16)),
@@ -153,7 +153,6 @@ class W4:
         for p, v in _columns(shape, target):
             scale, zero = self._scale_and_zero(t, target, bases[p], v)
             shifted = t.binary("arith.addf", zero, t.constant(_OFFSET, vector), vector)
-            # An integer of five bits times an f16 is exact.
             scales[p, v] = scale
             offsets[p, v] = t.binary("arith.mulf", shifted, scale, vector)
         following = []
@@ -177,7 +176,8 @@ class W4:
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
-        """chain += (code · scale - zero · scale) · x, k by k; terms and weight are exact."""
+        """chain += (code · scale - zero · scale) · x, k by k; both terms are exact, so a weight is
+        rounded once."""
         vector, words = f"vector<{target.lanes}xf32>", f"vector<{target.lanes}xi32>"
         scales, minima = {}, {}
         for p, v in _columns(shape, target):

@@ -26,7 +26,7 @@ PARTIAL = ".quantization.partial.json"
 #: `quant_method` of `config.json`, by which other programs see that they cannot read the weights.
 METHOD = "buddy-pipeline"
 #: Raised whenever records or tensors change their meaning.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 #: safetensors' names of the types of fields.
 FIELD_DTYPES = {"float32": "F32", "float16": "F16", "int8": "I8", "uint8": "U8"}
