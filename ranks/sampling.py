@@ -26,6 +26,9 @@ class Candidates:
     logits: np.ndarray
 
 
+#: Tokens that top-p looks at first.
+_NUCLEUS = 256
+
 Filter = Callable[[Candidates], Candidates]
 """Drops or rescales candidates; keeps at least one."""
 
@@ -136,10 +139,16 @@ def top_p(p: float) -> Filter:
     """
 
     def keep(candidates: Candidates) -> Candidates:
-        ordered = _best_first(candidates, len(candidates.ids))
-        cumulated = np.cumsum(probabilities(ordered.logits))
-        count = int(np.searchsorted(cumulated, p)) + 1
-        return Candidates(ordered.ids[:count], ordered.logits[:count])
+        largest, few = candidates.logits.max(), _NUCLEUS
+        total = np.exp(candidates.logits - largest).sum()
+        while True:
+            # Sorting all of a vocabulary takes longer than computing its logits did.
+            best = top_k(few)(candidates)
+            cumulated = np.cumsum(np.exp(best.logits - largest)) / total
+            if cumulated[-1] >= p or few >= len(candidates.ids):
+                count = int(np.searchsorted(cumulated, p)) + 1
+                return Candidates(best.ids[:count], best.logits[:count])
+            few *= 16
 
     return keep
 

@@ -86,6 +86,20 @@ def test_top_p_keeps_the_fewest_tokens_that_reach_the_probability() -> None:
     assert top_p(0.9)(half_quarter_quarter).ids.tolist() == [1, 0, 2]
 
 
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
+@pytest.mark.parametrize("p", [0.01, 0.5, 0.9, 1.0])
+def test_top_p_of_a_vocabulary_is_that_of_its_sorted_tokens(spread: float, p: float) -> None:
+    """Few tokens reach the probability where logits are spread, nearly all where they are not."""
+    logits = spread * np.random.default_rng(3).standard_normal(9000)
+    logits[5000:5300] = logits[17]  # equals keep their order
+    order = np.argsort(-logits, kind="stable")
+    cumulated = np.cumsum(np.exp(logits[order] - logits.max()))
+    count = int(np.searchsorted(cumulated, p * cumulated[-1])) + 1
+    kept = top_p(p)(Candidates(np.arange(9000), logits))
+    assert abs(len(kept.ids) - count) <= (1 if p == 1.0 else 0)
+    assert np.array_equal(kept.ids, order[: len(kept.ids)])
+
+
 def test_min_p_drops_tokens_below_the_share_of_the_best() -> None:
     kept = min_p(0.3)(candidates_of(np.log(0.6), np.log(0.25), np.log(0.15)))
     assert kept.ids.tolist() == [0, 1]
