@@ -35,7 +35,7 @@ def main() -> None:
         request = json.loads(line)
         started = time.perf_counter()
         try:
-            answer: dict[str, Any] = {"ok": True, **_handle(request)}
+            answer: dict[str, Any] = {"ok": True, **handle(request)}
         except UserError as error:
             answer = {"ok": False, "user_error": str(error)}
         except Exception as error:
@@ -46,7 +46,8 @@ def main() -> None:
         answers.flush()
 
 
-def _handle(request: dict[str, Any]) -> dict[str, Any]:
+def handle(request: dict[str, Any]) -> dict[str, Any]:
+    """Does what one request asks (see `service`) and leaves the result in the cache; the answer."""
     cache = Cache(Path(request["cache"]))
     target = Target(**request["target"])
     if request["kind"] == "plan":
