@@ -1,9 +1,13 @@
 """The attention op: what transformers' classes call while they are exported, in place of attention.
 
 A function registered with transformers hands every layer's query, key and value to one custom op,
-so a graph holds attention as one node, and a mask function that returns None leaves masks out.
+so a graph holds attention as one node. A registered mask function makes no mask, but says what it
+would let a token see.
 """
 
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +15,8 @@ import torch
 from buddy_pipeline.partition.errors import UserError
 
 _NAME = "buddy_pipeline"
+ATTENTION_ARGUMENTS = ("query", "key", "value", "sinks", "slopes", "scale", "window", "softcap")
+"""The op's, in order."""
 
 
 @torch.library.custom_op("bp::attention", mutates_args=())
@@ -18,13 +24,20 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layer: int,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
     scale: float,
     window: int,
     softcap: float,
 ) -> torch.Tensor:
     """Causal attention of one layer: query [1, heads, 1, key], key [1, kv heads, 1, key], value
-    [1, kv heads, 1, value] to [1, 1, heads, value]. Only traced, never run."""
+    [1, kv heads, 1, value] to [1, 1, heads, value].
+
+    sinks: [heads], scores of a key that everyone sees and whose value is zero.
+    slopes: [heads], what a score falls by for each position that its key is away (ALiBi).
+
+    Only traced, never run.
+    """
     raise RuntimeError("bp::attention is compiled to a kernel and has no eager implementation")
 
 
@@ -33,7 +46,8 @@ def _shape_only(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    layer: int,
+    sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None,
     scale: float,
     window: int,
     softcap: float,
@@ -41,13 +55,73 @@ def _shape_only(
     return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
 
-def register_attention() -> str:
-    """Makes transformers know the op as an attention implementation; returns its name."""
+def attention_of(model_class: Any) -> str:
+    """The attention implementation to build a transformers class with: the op, or what the class
+    writes out itself where it has no choice (see `written_attention`)."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(_NAME, _attention_function)
-    AttentionMaskInterface.register(_NAME, lambda *args, **kwargs: None)
-    return _NAME
+    AttentionMaskInterface.register(_NAME, _mask_function)
+    return _NAME if model_class._can_set_attn_implementation() else "eager"
+
+
+@contextlib.contextmanager
+def plain_masks() -> Iterator[None]:
+    """Classes that write attention out get a mask that hides nothing: a token has one key."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = _open_mask
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+
+
+def _open_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor:
+    """transformers' mask signature: zeros [1, 1, 1, 1]."""
+    if _mask_function(*args, **kwargs) is not None:
+        raise UserError("its attention has a window in a mask, which only the attention op reads")
+    return torch.zeros(1, 1, 1, 1, dtype=dtype, device=kwargs.get("device"))
+
+
+@dataclass(frozen=True)
+class SlidingMask:
+    """What a model hands around as the mask of its layers with a window."""
+
+    window: int
+    """Positions that a token sees, itself included."""
+
+
+def _mask_function(
+    *args: Any,
+    mask_function: Callable[..., Any] | None = None,
+    local_size: int | None = None,
+    use_vmap: bool = False,
+    **kwargs: Any,
+) -> SlidingMask | None:
+    """transformers' mask signature: None for a plain causal mask, which every layer has anyway.
+
+    Raises UserError for a mask that is neither causal nor a window.
+    """
+    if use_vmap:
+        raise UserError("its attention mask is of the model's own making, which has no kernel yet")
+    if "chunked_overlay" in _parts_of(mask_function):
+        raise UserError("its attention is cut into chunks of the sequence, which has no kernel yet")
+    return None if local_size is None else SlidingMask(local_size)
+
+
+def _parts_of(function: Callable[..., Any] | None) -> set[str]:
+    """The functions that made a mask function and those it combines, by name: transformers builds
+    masks as closures."""
+    if function is None:
+        return set()
+    names = {function.__qualname__.split(".")[0]}
+    for cell in getattr(function, "__closure__", None) or ():
+        held = cell.cell_contents
+        for part in held if isinstance(held, (list, tuple)) else [held]:
+            if callable(part) and hasattr(part, "__qualname__"):
+                names |= _parts_of(part)
+    return names
 
 
 def _attention_function(
@@ -55,35 +129,40 @@ def _attention_function(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: SlidingMask | torch.Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     is_causal: bool | None = None,
+    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention signature on top of the custom op."""
+    """transformers' attention signature on top of the custom op.
+
+    The mask decides what a token sees, as in transformers' eager attention.
+    """
     unknown = sorted(
         name
         for name, given in kwargs.items()
         if given is not None and name not in _HARMLESS_ARGUMENTS
     )
-    where = f"{type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
+    where = f"attention of {type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if unknown:
-        raise UserError(f"attention of {where} uses {', '.join(unknown)}, which has no kernel yet")
-    if attention_mask is not None:
-        raise UserError(f"attention of {where} is given a mask of its own, which has no kernel yet")
+        raise UserError(f"{where} uses {', '.join(unknown)}, which has no kernel yet")
+    if isinstance(attention_mask, torch.Tensor):
+        raise UserError(f"{where} is given a mask of its own, which has no kernel yet")
     if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise UserError(f"attention of {where} is not causal; only causal decoders run here")
+        raise UserError(f"{where} is not causal; only causal decoders run here")
+    if key.shape[2] != 1:
+        raise UserError(f"{where} has keys that are not its token's, which has no kernel yet")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     result = torch.ops.bp.attention(
         query,
         key,
         value,
-        int(module.layer_idx),
+        s_aux,
+        None,
         float(scale),
-        int(sliding_window or 0),
+        attention_mask.window if attention_mask is not None else 0,
         float(softcap or 0.0),
     )
     return result, None
@@ -91,6 +170,8 @@ def _attention_function(
 
 #: Keyword arguments that models pass along and that change nothing for one causal token.
 _HARMLESS_ARGUMENTS = {
+    "dropout",
+    "sliding_window",  # the mask has it where it counts
     "position_ids",
     "cache_position",
     "use_cache",

@@ -7,6 +7,7 @@ import torch
 from torch.fx import Node
 
 from buddy_pipeline.compile import fx_nodes
+from buddy_pipeline.compile.attention_op import ATTENTION_ARGUMENTS
 from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS
@@ -160,6 +161,9 @@ class _Placing:
         for fragment in self.fragments:
             if fragment.is_kernel:
                 self.parameters += self._kernel_parameters(fragment)
+                slopes = self._loaded(self.fx[fragment.nodes[0]], "slopes", NodeKind.CONSTANT)
+                if slopes is not None and slopes not in self.constants:
+                    self.constants.append(slopes)
                 continue
             used = {n for n in fragment.nodes if self.drafter.readers(n) - set(fragment.nodes)}
             island = cut_free(fragment, self.table, used)
@@ -174,11 +178,30 @@ class _Placing:
     def _kernel_parameters(self, fragment: Fragment) -> list[Parameter]:
         node = self.fx[fragment.nodes[0]]
         if fx_nodes.is_attention(node):
-            return []
+            sinks = self._loaded(node, "sinks", NodeKind.PARAMETER)
+            return [] if sinks is None else [self._plain(sinks)]
         if fx_nodes.is_embedding(node, self.drafter.model.parameters):
             return [self._table_parameter(node)]
         weight, bias = self._linear_parameters(fragment)
         return [weight] if bias is None else [weight, bias]
+
+    def _loaded(self, node: Node, argument: str, kind: NodeKind) -> str | None:
+        """What an attention reads for each of its heads, by name; None where it reads nothing.
+
+        Raises UserError for values that are computed for each token.
+        """
+        if not fx_nodes.is_attention(node):
+            return None
+        given = fx_nodes.arguments(node)[ATTENTION_ARGUMENTS.index(argument)]
+        if given is None:
+            return None
+        name = resolve(given.name, self.table)
+        if self.table[name].kind is not kind:
+            raise UserError(
+                f"node {node.name} of module '{self.table[node.name].module}' attends with "
+                f"{argument} that are computed for each token, which has no kernel yet"
+            )
+        return name
 
     def _plain(self, name: str) -> Parameter:
         """A parameter as stored, in f32."""
@@ -346,13 +369,21 @@ class _Placing:
         return Linear(x, out, word, bias_word, depth, sum(panels), weight.form)
 
     def _place_attention(self, node: Node) -> Attention:
-        q, k, v, _, scale, window, softcap = fx_nodes.arguments(node)
+        q, k, v, sinks, slopes, scale, window, softcap = fx_nodes.arguments(node)
         _, heads, _, key = fx_nodes.value_of(q).shape
         _, kv_heads, _, value = fx_nodes.value_of(v).shape
         self.draft.kv.append(KvLayer(kv_heads, key, value, self.drafter.variant.cache))
         shape = AttentionShape(
-            key, value, heads // kv_heads, softcap != 0.0, self.drafter.variant.cache
+            key,
+            value,
+            heads // kv_heads,
+            softcap != 0.0,
+            self.drafter.variant.cache,
+            sinks=sinks is not None,
+            slopes=slopes is not None,
         )
+        sink_name = self._loaded(node, "sinks", NodeKind.PARAMETER)
+        slope_name = self._loaded(node, "slopes", NodeKind.CONSTANT)
         return Attention(
             q=self._row(q),
             k=self._row(k),
@@ -364,6 +395,8 @@ class _Placing:
             scale=scale,
             window=window,
             softcap=softcap,
+            sinks=None if sink_name is None else self._parameter_word(self._plain(sink_name)),
+            slopes=None if slope_name is None else self._constant_word(slope_name),
         )
 
     def _number_kv(self) -> None:

@@ -5,8 +5,9 @@ The cache never appears: attention is one custom op, whose kernel owns it.
 """
 
 import contextlib
+import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,11 +15,16 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from buddy_pipeline.compile.attention_op import register_attention
+from buddy_pipeline.compile.attention_op import attention_of, plain_masks
 from buddy_pipeline.compile.fx_nodes import graph_node, is_identity
+from buddy_pipeline.compile.tracing_cache import TracingCache
+from buddy_pipeline.compile.weight_names import names_in_files
+from buddy_pipeline.compile.written_attention import fold_written_attention
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph import GraphNode, NodeKind
 
+#: What `forward` calls its cache, the newest name first.
+_CACHE_NAMES = ("cache", "past_key_values")
 #: Characters of a reason that transformers or torch gives; some list every model there is.
 _LONGEST_REASON = 300
 
@@ -60,7 +66,12 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
-    names_of = {name: tuple(names) for names in aliases.values() for name in names}
+    in_file = names_in_files(model)
+    names_of = {
+        name: tuple(dict.fromkeys([*names, *map(in_file, names)]))
+        for names in aliases.values()
+        for name in names
+    }
     parameters, constants = {}, {}
     for placeholder, target in signature.inputs_to_parameters.items():
         parameters[placeholder] = names_of[target.removeprefix("model.")]
@@ -69,6 +80,7 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     for placeholder, target in signature.inputs_to_lifted_tensor_constants.items():
         constants[placeholder] = program.constants[target].numpy()
 
+    constants.update(fold_written_attention(graph, constants))
     fx = {node.name: node for node in graph.nodes}
     nodes = [graph_node(node, parameters, constants) for node in graph.nodes]
     used = {name for node in nodes for name in node.inputs}
@@ -83,10 +95,25 @@ class _OneToken(torch.nn.Module):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
+        takes = inspect.signature(model.forward).parameters
+        # Classes that count from a padding id on make positions of ids, and of the cache's length.
+        counts = any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
+        self._gives_positions = "position_ids" in takes and not counts
+        self._cache = next((name for name in _CACHE_NAMES if name in takes), None)
+        if self._cache is None and not self._gives_positions:
+            raise UserError(
+                f"{type(model).__name__} takes neither positions nor a cache, so it cannot be told "
+                "where its token is"
+            )
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [1, 1, vocab] of one token."""
-        return self.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        given: dict[str, Any] = {}
+        if self._gives_positions:
+            given["position_ids"] = positions
+        if self._cache is not None:
+            given[self._cache] = TracingCache(0 if self._gives_positions else positions[0, 0])
+        return self.model(input_ids=ids, use_cache=False, **given).logits
 
 
 def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
@@ -123,10 +150,12 @@ def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarra
             f"model type '{model_type}' has no causal language model in transformers; only such "
             "models run here"
         )
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    attention = attention_of(kind[0] if isinstance(kind, tuple) else kind)
     with no_init_weights(), _parameters_on_meta():
         try:
             model = AutoModelForCausalLM.from_config(
-                settings, attn_implementation=register_attention(), dtype=torch.float32
+                settings, attn_implementation=attention, dtype=torch.float32
             ).eval()
         except Exception as error:
             raise UserError(_unusable(model_type, error)) from error
@@ -144,18 +173,49 @@ def _trace(model: torch.nn.Module, config: dict[str, Any]) -> torch.export.Expor
     """torch.export with the messages of a failed export turned into one line."""
     # Two tensors: one object for both inputs would make them one value in the graph.
     ids, positions = (torch.zeros(1, 1, dtype=torch.long, device="meta") for _ in range(2))
+    module = _OneToken(model)
+    with torch.no_grad(), warnings.catch_warnings(), plain_masks(), _trail(model) as running:
+        warnings.simplefilter("ignore")
+        try:
+            return torch.export.export(module, (ids, positions), strict=False)
+        except UserError as error:
+            raise UserError(f"{running()}: {error}") from error
+        except Exception as error:
+            # Whatever a model's own Python raises under tracing means the same to the user.
+            raise UserError(
+                f"{running()} of model type '{config.get('model_type')}' cannot be exported as a "
+                f"graph of one token: {_one_line(error)}"
+            ) from error
+
+
+@contextlib.contextmanager
+def _trail(model: torch.nn.Module) -> Iterator[Callable[[], str]]:
+    """Follows which module runs; the function says which one does, or did when an error came."""
+    from torch.nn.modules.module import (
+        register_module_forward_hook,
+        register_module_forward_pre_hook,
+    )
+
+    names = {id(module): name for name, module in model.named_modules()}
+    running: list[torch.nn.Module] = []
+
+    def leave(module: torch.nn.Module, *_: Any) -> None:
+        while running and running.pop() is not module:
+            pass  # what a caught error ended
+
+    def innermost() -> str:
+        module = running[-1] if running else model
+        return f"module '{names.get(id(module), '')}' ({type(module).__name__})"
+
+    hooks = [
+        register_module_forward_pre_hook(lambda module, _: running.append(module)),
+        register_module_forward_hook(leave),
+    ]
     try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.export.export(_OneToken(model), (ids, positions), strict=False)
-    except UserError:
-        raise
-    except Exception as error:
-        # Whatever a model's own Python raises under tracing means the same to the user.
-        raise UserError(
-            f"model type '{config.get('model_type')}' cannot be exported as a graph of one token: "
-            f"{_one_line(error)}"
-        ) from error
+        yield innermost
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextlib.contextmanager

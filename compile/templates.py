@@ -62,7 +62,8 @@ class Linear:
 
 @dataclass(frozen=True)
 class Attention:
-    """Causal attention over the cache; `kv` is the word of its KV offset."""
+    """Causal attention over the cache; `kv` is the word of its KV offset, `sinks` and `slopes`
+    those of what each head has of its own."""
 
     q: Row
     k: Row
@@ -74,6 +75,8 @@ class Attention:
     scale: float
     window: int
     softcap: float
+    sinks: int | None = None
+    slopes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -227,6 +230,10 @@ class _Writer:
         pointer = self._pointer(row.word)
         return self.t.gep(pointer, row.column, row.element) if row.column else pointer
 
+    def _optional(self, word: int | None) -> str:
+        """What a word holds, or a null pointer."""
+        return self.t.op("llvm.mlir.zero : !llvm.ptr") if word is None else self._pointer(word)
+
     def _i64(self, value: int) -> tuple[str, str]:
         return self.t.constant(value), "i64"
 
@@ -253,14 +260,13 @@ class _Writer:
     def _linear(self, item: Linear) -> None:
         t = self.t
         scratch = self._thread_scratch()
-        null = t.op("llvm.mlir.zero : !llvm.ptr") if item.bias is None else ""
         values = [
             self._base(item.x),
             t.constant(item.x.stride),
             self._base(item.out),
             t.constant(item.out.stride),
             self._pointer(item.weight),
-            null if item.bias is None else self._pointer(item.bias),
+            self._optional(item.bias),
             self.count,
             t.constant(item.depth),
             t.constant(item.panels),
@@ -287,6 +293,8 @@ class _Writer:
             t.constant(item.scale, "f32"),
             t.constant(item.window),
             t.constant(item.softcap, "f32"),
+            self._optional(item.sinks),
+            self._optional(item.slopes),
             "%step",
             "%tid",
         ]

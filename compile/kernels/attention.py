@@ -11,14 +11,13 @@ computes a span, alone or with the query's neighbours, changes nothing in a quer
 so results are bit-identical whatever the batch, the chunking and the team.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
+from buddy_pipeline.compile.kernels.attention_ends import emit_finish, emit_merge, finish_args
 from buddy_pipeline.compile.kernels.attention_parts import (
     AttentionShape,
     Rows,
-    emit_finish,
-    emit_merge,
     emit_span,
     layer_base,
     rows_of,
@@ -46,6 +45,8 @@ SIGNATURE = [
     ("scale", "f32"),
     ("window", "i64"),
     ("softcap", "f32"),
+    ("sinks", "!llvm.ptr"),
+    ("slopes", "!llvm.ptr"),
     ("step", "!llvm.ptr"),
     ("tid", "i64"),
 ]
@@ -95,6 +96,8 @@ _TILE_ARGS = [
     ("window", "i64"),
     ("scale", "f32"),
     ("softcap", "f32"),
+    ("sinks", "!llvm.ptr"),
+    ("slopes", "!llvm.ptr"),
     ("scratch", "!llvm.ptr"),
 ]
 
@@ -112,14 +115,14 @@ def _emit_tile(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> No
 
         def compute(start: str, to: str) -> None:
             values = ["%q", "%ldq", "%keys", "%values", start, "%last", "%window"]
-            t.call(f"span_{rows.name}", span_args([*values, "%scale", "%softcap", to, weights]))
+            values += ["%scale", "%softcap", "%slopes", to, weights]
+            t.call(f"span_{rows.name}", span_args(values))
 
         compute(low, state)
         with t.loop(t.add(low, span), end, span) as later:
             compute(later.index, part)
             t.call(f"merge_{rows.count}", [(state, "!llvm.ptr"), (part, "!llvm.ptr")])
-        out = [(state, "!llvm.ptr"), ("%out", "!llvm.ptr"), ("%ldo", "i64")]
-        t.call(f"finish_{rows.name}", out)
+        t.call(f"finish_{rows.name}", finish_args([state, "%out", "%ldo", "%sinks"]))
         t.line("return")
 
 
@@ -140,6 +143,8 @@ class _Place:
     values: str
     out: str
     last: str
+    sinks: str
+    slopes: str
 
 
 def _place(t: Text, shape: AttentionShape, token: str, head: str) -> _Place:
@@ -155,12 +160,26 @@ def _place(t: Text, shape: AttentionShape, token: str, head: str) -> _Place:
     value_head = t.mul(capacity, t.constant(shape.layer.value_elements))
     q = t.gep("%q", t.mul(token, "%ldq"))
     out = t.gep("%out", t.mul(token, "%ldo"))
+    first_head = t.mul(head, t.constant(shape.group))
     return _Place(
         q=t.gep(q, t.mul(head, t.constant(shape.group * shape.key))),
         keys=t.gep(layer, t.mul(head, key_head), element),
         values=t.gep(values, t.mul(head, value_head), element),
         out=t.gep(out, t.mul(head, t.constant(shape.group * shape.value))),
         last=last,
+        sinks=t.gep("%sinks", first_head) if shape.sinks else "%sinks",
+        slopes=t.gep("%slopes", first_head) if shape.slopes else "%slopes",
+    )
+
+
+def _from_head(t: Text, shape: AttentionShape, at: _Place, start: int) -> _Place:
+    """The place of the query heads from `start` on."""
+    return replace(
+        at,
+        q=t.gep(at.q, start * shape.key),
+        out=t.gep(at.out, start * shape.value),
+        sinks=t.gep(at.sinks, start) if shape.sinks else at.sinks,
+        slopes=t.gep(at.slopes, start) if shape.slopes else at.slopes,
     )
 
 
@@ -170,16 +189,14 @@ def _emit_token(t: Text, shape: AttentionShape, single: list[Rows]) -> None:
         at = _place(t, shape, "%token", "%head")
         start = 0
         for rows in single:
-            q = t.gep(at.q, start * shape.key)
-            out = t.gep(at.out, start * shape.value)
-            _call_tile(t, rows, q, out, at)
+            _call_tile(t, rows, _from_head(t, shape, at, start))
             start += rows.heads
         t.line("return")
 
 
-def _call_tile(t: Text, rows: Rows, q: str, out: str, at: _Place) -> None:
-    values = [q, "%ldq", at.keys, at.values, out, "%ldo", at.last]
-    values += ["%window", "%scale", "%softcap", "%scratch"]
+def _call_tile(t: Text, rows: Rows, at: _Place) -> None:
+    values = [at.q, "%ldq", at.keys, at.values, at.out, "%ldo", at.last]
+    values += ["%window", "%scale", "%softcap", at.sinks, at.slopes, "%scratch"]
     kinds = [kind for _, kind in _TILE_ARGS]
     t.call(f"tile_{rows.name}", list(zip(values, kinds, strict=True)))
 
@@ -212,7 +229,7 @@ def _emit_units(t: Text, shape: AttentionShape, together: int) -> None:
 
             def joint(first: str = first, head: str = head) -> list[str]:
                 at = _place(t, shape, first, head)
-                _call_tile(t, rows, at.q, at.out, at)
+                _call_tile(t, rows, at)
                 return []
 
             if together == 1:
@@ -295,9 +312,10 @@ def _emit_split(t: Text, target: Target, shape: AttentionShape, single: list[Row
                 state = t.gep(partials, t.mul(unit.index, t.constant(size)), "i8")
                 start = 0
                 for rows in single:
-                    values = [t.gep(at.q, start * shape.key), "%ldq", at.keys, at.values]
-                    values += [t.mul(number, span), at.last, "%window", "%scale", "%softcap"]
-                    t.call(f"span_{rows.name}", span_args([*values, state, "%scratch"]))
+                    here = _from_head(t, shape, at, start)
+                    values = [here.q, "%ldq", at.keys, at.values, t.mul(number, span), at.last]
+                    values += ["%window", "%scale", "%softcap", here.slopes, state, "%scratch"]
+                    t.call(f"span_{rows.name}", span_args(values))
                     state = t.gep(state, state_bytes(target, shape, rows.count), "i8")
                     start += rows.heads
         barrier(t)
@@ -322,11 +340,9 @@ def _emit_split(t: Text, target: Target, shape: AttentionShape, single: list[Row
                 with t.loop(t.add(low, one), high, one) as later:
                     pointers = [(state, "!llvm.ptr"), (part(later.index), "!llvm.ptr")]
                     t.call(f"merge_{rows.count}", pointers)
-                out = t.gep(at.out, start * shape.value)
-                t.call(
-                    f"finish_{rows.name}",
-                    [(state, "!llvm.ptr"), (out, "!llvm.ptr"), ("%ldo", "i64")],
-                )
+                here = _from_head(t, shape, at, start)
+                ends = finish_args([state, here.out, "%ldo", here.sinks])
+                t.call(f"finish_{rows.name}", ends)
                 bytes_before += state_bytes(target, shape, rows.count)
                 start += rows.heads
         t.line("return")

@@ -1,4 +1,4 @@
-"""The inner pieces of attention: one span of positions, merging spans."""
+"""The inner piece of attention: one span of positions."""
 
 from dataclasses import dataclass
 
@@ -24,12 +24,15 @@ class AttentionShape:
     group: int  # query heads that share a KV head
     softcap: bool
     cache: str  # type of cached elements: "f32", "bf16", "f16" or "int8"
+    sinks: bool = False  # each head has a key that everyone sees and whose value is zero
+    slopes: bool = False  # each head's scores fall with the distance of the key (ALiBi)
 
     @property
     def name(self) -> str:
         """The kernel's symbol."""
         cap = "_cap" if self.softcap else ""
-        return f"bp_attention_{self.cache}_k{self.key}_v{self.value}_g{self.group}{cap}"
+        more = ("_sinks" if self.sinks else "") + ("_slopes" if self.slopes else "")
+        return f"bp_attention_{self.cache}_k{self.key}_v{self.value}_g{self.group}{cap}{more}"
 
     @property
     def layer(self) -> KvLayer:
@@ -120,6 +123,7 @@ _SPAN_ARGS = [
     ("window", "i64"),
     ("scale", "f32"),
     ("softcap", "f32"),
+    ("slopes", "!llvm.ptr"),
     ("state", "!llvm.ptr"),
     ("weights", "!llvm.ptr"),
 ]
@@ -163,6 +167,8 @@ class _Span:
         self.sums = [t.gep("%state", r * self.shape.value_stride) for r in range(count)]
         self.weights = [t.gep("%weights", r * KV_BLOCK) for r in range(count)]
         self.firsts, self.lasts = self._limits()
+        heads = range(rows.heads if self.shape.slopes else 0)
+        self.slopes = [t.broadcast(t.load(t.gep("%slopes", h), "f32"), vector) for h in heads]
         for sums in self.sums:
             for c in range(self.columns):
                 t.store(self.empty, t.gep(sums, c * self.lanes), vector)
@@ -178,6 +184,7 @@ class _Span:
         with t.loop(start, end, self.block, carried) as walk:
             scores = self._scores(walk.index)
             masks = self._masks(walk.index)
+            self.distances = self._distances(walk.index) if self.shape.slopes else []
             maxima, totals, factors = self._weigh(scores, masks, walk.carried)
             walk.next = maxima + totals
             self._add_values(walk.index, factors)
@@ -256,18 +263,10 @@ class _Span:
         """For each token and vector of the block: which positions the token sees."""
         t, lanes = self.t, self.lanes
         whole, mask = f"vector<{lanes}xi32>", f"vector<{lanes}xi1>"
-        here = []
-        for j in range(self.vectors):
-            numbers = ", ".join(map(str, range(j * lanes, (j + 1) * lanes)))
-            here.append(t.op(f"arith.constant dense<[{numbers}]> : {whole}"))
-
-        def in_block(position: str) -> str:
-            relative = t.binary("arith.subi", position, start)
-            return t.broadcast(t.op(f"arith.trunci {relative} : i64 to i32"), whole, "i32")
-
+        here = self._places()
         masks = []
         for first, last in zip(self.firsts, self.lasts, strict=True):
-            lower, upper = in_block(first), in_block(last)
+            lower, upper = self._in_block(first, start), self._in_block(last, start)
             masks.append(
                 [
                     t.binary(
@@ -281,6 +280,33 @@ class _Span:
             )
         return masks
 
+    def _places(self) -> list[str]:
+        """The numbers of a block's positions within it."""
+        places = []
+        for j in range(self.vectors):
+            numbers = ", ".join(map(str, range(j * self.lanes, (j + 1) * self.lanes)))
+            kind = f"vector<{self.lanes}xi32>"
+            places.append(self.t.op(f"arith.constant dense<[{numbers}]> : {kind}"))
+        return places
+
+    def _in_block(self, position: str, start: str) -> str:
+        """A position's number within the block, which may lie outside it, in all lanes."""
+        t = self.t
+        relative = t.binary("arith.subi", position, start)
+        number = t.op(f"arith.trunci {relative} : i64 to i32")
+        return t.broadcast(number, f"vector<{self.lanes}xi32>", "i32")
+
+    def _distances(self, start: str) -> list[list[str]]:
+        """For each token and vector of the block: key's position − token's, in f32."""
+        t, whole = self.t, f"vector<{self.lanes}xi32>"
+        here = self._places()
+        distances = []
+        for token in self.lasts:
+            last = self._in_block(token, start)
+            away = [t.binary("arith.subi", place, last, whole) for place in here]
+            distances.append([t.op(f"arith.sitofp {a} : {whole} to {self.vector}") for a in away])
+        return distances
+
     def _weigh(
         self,
         scores: dict[tuple[int, int], str],
@@ -291,12 +317,14 @@ class _Span:
         (lane by lane) and the factors that earlier outputs shrink by."""
         t, vector, lanes, count = self.t, self.vector, self.lanes, self.rows.count
         maxima, totals, factors = [], [], []
-        for r, (token, _) in enumerate(self.rows.pairs()):
+        for r, (token, head) in enumerate(self.rows.pairs()):
             row = []
             for j in range(self.vectors):
                 score = t.binary("arith.mulf", scores[r, j], self.scale, vector)
                 if self.shape.softcap:
                     score = _soft_cap(t, score, vector, self.pack)
+                if self.shape.slopes:
+                    score = t.fma(self.slopes[head], self.distances[token][j], score, vector)
                 row.append(_masked(t, masks[token][j], score, self.lowest, lanes))
             most = row[0]
             for other in row[1:]:
@@ -403,54 +431,6 @@ class _Span:
         return {at: scales[block] for at, block in block_of.items()}
 
 
-def emit_merge(t: Text, target: Target, shape: AttentionShape, rows: int) -> None:
-    """`merge_R(state, part)`: state becomes the softmax over the positions of both."""
-    lanes, vector = target.lanes, f"vector<{target.lanes}xf32>"
-    pack = vm.Lanes(lanes)
-    with t.function(f"merge_{rows}", [("state", "!llvm.ptr"), ("part", "!llvm.ptr")], private=True):
-        stride = shape.value_stride
-        for r in range(rows):
-            at = [rows * stride + r * lanes, rows * stride + (rows + r) * lanes]
-            (old_max, old_sum), (new_max, new_sum) = (
-                [t.load(t.gep(side, place), vector) for place in at] for side in ("%state", "%part")
-            )
-            most = vm.maximum(t, old_max, new_max, vector)
-            old = vm.exp_of_difference(t, t.binary("arith.subf", old_max, most, vector), pack)
-            new = vm.exp_of_difference(t, t.binary("arith.subf", new_max, most, vector), pack)
-
-            def blend(left: str, right: str, old: str = old, new: str = new) -> str:
-                return t.fma(right, new, t.binary("arith.mulf", left, old, vector), vector)
-
-            t.store(most, t.gep("%state", at[0]), vector)
-            t.store(blend(old_sum, new_sum), t.gep("%state", at[1]), vector)
-            for c in range(0, stride, lanes):
-                place = t.gep("%state", r * stride + c)
-                left = t.load(place, vector)
-                right = t.load(t.gep("%part", r * stride + c), vector)
-                t.store(blend(left, right), place, vector)
-        t.line("return")
-
-
-def emit_finish(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    """`finish_NxH(state, out, ldo)`: outputs divided by the sum of their weights."""
-    lanes, vector = target.lanes, f"vector<{target.lanes}xf32>"
-    args = [("state", "!llvm.ptr"), ("out", "!llvm.ptr"), ("ldo", "i64")]
-    with t.function(f"finish_{rows.name}", args, private=True):
-        stride = shape.value_stride
-        outs = ["%out"]
-        for _ in range(1, rows.tokens):
-            outs.append(t.gep(outs[-1], "%ldo"))
-        for r, (token, head) in enumerate(rows.pairs()):
-            place = rows.count * stride + (rows.count + r) * lanes
-            total = vm.reduce_vector(t, t.load(t.gep("%state", place), vector), lanes, "sum")
-            out = t.gep(outs[token], head * shape.value)
-            for c in range(0, shape.value, lanes):
-                value = t.load(t.gep("%state", r * stride + c), vector)
-                value = t.binary("arith.divf", value, total, vector)
-                _store_part(t, value, out, c, shape, lanes)
-        t.line("return")
-
-
 def _soft_cap(t: Text, score: str, vector: str, pack: vm.Lanes) -> str:
     """cap · tanh(score / cap)."""
     cap = t.broadcast("%softcap", vector)
@@ -462,16 +442,3 @@ def _masked(t: Text, mask: str, value: str, otherwise: str, lanes: int) -> str:
     return t.op(
         f"arith.select {mask}, {value}, {otherwise} : vector<{lanes}xi1>, vector<{lanes}xf32>"
     )
-
-
-def _store_part(
-    t: Text, value: str, row: str, column: int, shape: AttentionShape, lanes: int
-) -> None:
-    """Stores the lanes of `value` that lie inside the value head."""
-    inside = min(lanes, shape.value - column)
-    if inside == lanes:
-        t.store(value, t.gep(row, column), f"vector<{lanes}xf32>")
-        return
-    for lane in range(inside):
-        element = t.op(f"vector.extract {value}[{lane}] : f32 from vector<{lanes}xf32>")
-        t.store(element, t.gep(row, column + lane), "f32")

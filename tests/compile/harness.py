@@ -262,7 +262,10 @@ class Attending:
         scale: float = 0.25,
         window: int = 0,
         softcap: float = 0.0,
+        sinks: np.ndarray | None = None,
+        slopes: np.ndarray | None = None,
     ) -> None:
+        self.sinks, self.slopes = sinks, slopes
         self.shape, self.kv_heads = shape, kv_heads
         self.scale, self.window, self.softcap = scale, window, softcap
         kinds = tuple(kind for _, kind in attention.SIGNATURE)
@@ -317,6 +320,7 @@ class Attending:
         for row in (*rows, out):
             arguments += [row, row.shape[1]]
         arguments += [self.kv_heads, self.cache.offsets[1], self.scale, self.window, self.softcap]
+        arguments += [self.sinks, self.slopes]
         in_team(team, lambda tid: self._kernel(*arguments, record, tid))
         gaps = scratch.reshape(team, -1)[:, -16:]
         assert np.isnan(gaps).all(), "wrote behind its scratch"

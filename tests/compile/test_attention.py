@@ -39,7 +39,14 @@ class Sequence:
             draw(self.kv_heads, value),
         )
 
-    def attended(self, scale: float, window: int = 0, softcap: float = 0.0) -> np.ndarray:
+    def attended(
+        self,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: np.ndarray | None = None,
+        slopes: np.ndarray | None = None,
+    ) -> np.ndarray:
         """What causal attention gives in float64: [length, heads, value]."""
         cached = (rounded(part, self.shape.cache) for part in (self.k, self.v))
         k, v = (part.astype(np.float64).repeat(self.shape.group, axis=1) for part in cached)
@@ -47,10 +54,18 @@ class Sequence:
         if softcap:
             scores = softcap * np.tanh(scores / softcap)
         t, s = np.arange(self.length)[:, None], np.arange(self.length)
+        if slopes is not None:
+            scores = scores + slopes.astype(np.float64)[:, None, None] * (s - t)
         seen = (s <= t) & (s > t - window if window else True)
         scores = np.where(seen, scores, -np.inf)
-        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        weights /= weights.sum(axis=-1, keepdims=True)
+        highest = scores.max(axis=-1, keepdims=True)
+        if sinks is not None:
+            highest = np.maximum(highest, sinks[:, None, None])
+        weights = np.exp(scores - highest)
+        total = weights.sum(axis=-1, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(sinks[:, None, None] - highest)
+        weights /= total
         return np.einsum("hts,shd->thd", weights, v)
 
     def part(self, which: object) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -104,6 +119,35 @@ def test_sliding_window(target: Target, window: int) -> None:
     close(got, sequence.attended(0.25, window))
     if window == 1:
         assert_same_bits(got, np.repeat(sequence.v, 5, axis=1))
+
+
+@on_each_target
+@pytest.mark.parametrize("group", [1, 3, 16])
+@pytest.mark.parametrize("height", [0.0, 80.0])
+def test_sinks_take_their_share(target: Target, group: int, height: float) -> None:
+    """Also those whose score is far above all others."""
+    shape = AttentionShape(20, 13, group, False, "f32", sinks=True)
+    sequence = Sequence(shape, 2, 300)
+    sinks = np.random.default_rng(0).standard_normal(2 * group).astype(np.float32)
+    sinks[0] += np.float32(height)
+    expected = sequence.attended(0.25, sinks=sinks)
+    bench = Attending(target, shape, kv_heads=2, context=300, sinks=sinks)
+    close(bench.step(*sequence.part(slice(0, 299)), range(299)), expected[:299])
+    close(bench.step(*sequence.part(slice(299, 300)), [299], team=2), expected[299:])
+
+
+@on_each_target
+@pytest.mark.parametrize("group", [1, 3])
+def test_slopes_lower_scores_by_distance(target: Target, group: int) -> None:
+    shape = AttentionShape(20, 20, group, False, "f32", slopes=True)
+    sequence = Sequence(shape, 2, 300)
+    slopes = (2.0 ** -np.arange(1, 2 * group + 1)).astype(np.float32)
+    expected = sequence.attended(0.25, slopes=slopes)
+    bench = Attending(target, shape, kv_heads=2, context=300, slopes=slopes)
+    got = bench.step(*sequence.part(slice(0, 299)), range(299))
+    close(got, expected[:299])
+    got = bench.step(*sequence.part(slice(299, 300)), [299], team=2)
+    close(got, expected[299:])
 
 
 @on_each_target
