@@ -1,7 +1,7 @@
 """The cache that a model sees while it is traced: it keeps nothing and knows how long it would be.
 
-Attention owns the real cache. To the model this one says at which position the token is, for classes
-that count positions by it, and it refuses whatever a layer wants to keep besides keys and values.
+Attention owns the real cache. To the model this one says at which position the token is, for
+classes that count positions by it, and it refuses what a layer would keep besides keys and values.
 """
 
 from typing import Any, NoReturn

@@ -132,7 +132,7 @@ class _Scores:
         return value
 
     def _note_mask(self, node: Node, table: np.ndarray) -> None:
-        """A table of all queries by all keys must let a query see all keys before it, or a window."""
+        """A table of all queries by all keys must let a query see all before it, or a window."""
         if table.ndim < 2 or table.shape[-1] != table.shape[-2] or table.shape[-1] < 2:
             return
         seen = table.reshape(-1, *table.shape[-2:])[0] != 0
@@ -235,6 +235,6 @@ def _refusal(node: Node, what: str) -> UserError:
     path = list(stack.values())[-1][0] if stack else ""
     module = path.removeprefix("model").removeprefix(".")
     return UserError(
-        f"node {node.name} of module '{module}' is attention written out, with {what}, which has no "
-        "kernel yet"
+        f"node {node.name} of module '{module}' is attention written out, with {what}, which has "
+        "no kernel yet"
     )

@@ -29,8 +29,18 @@ _POSITIONS = (
     "n_ctx",
     "max_sequence_length",
     "seq_length",
+    "max_seq_len",
+    "max_target_positions",
 )
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+#: Names of the number of layers; of a model with an encoder only the decoder's count.
+_LAYERS = (
+    "decoder_layers",
+    "num_decoder_layers",
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+)
 #: Context where neither the spec nor the model names one.
 _DEFAULT_CONTEXT = 2048
 
@@ -169,15 +179,17 @@ def _layers(config: dict[str, Any]) -> int:
     layers = first_number(config, _LAYERS)
     if layers is None:
         raise UserError(
-            f"the model's config names no number of layers: add {_LAYERS[0]} to its config.json"
+            f"the model's config names no number of layers: add num_hidden_layers to its config.json"
         )
     return layers
 
 
 def first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    """The first of these entries that is a positive whole number."""
-    for name in names:
-        value = config.get(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-            return value
+    """The first of these entries that is a positive whole number, in the configuration or in that
+    of its language model, which those of several media have apart."""
+    for part in (config, config.get("text_config")):
+        for name in names if isinstance(part, dict) else ():
+            value = part.get(name)
+            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+                return value
     return None

@@ -2,8 +2,9 @@
 
     python -m tests.families.sweep [--again] [--table] [TYPE …]
 
-Tries the model types named, or those that have no result yet; `--again` all of them, `--table` none.
-Results are kept in `docs/families.json` as they come; in the end the README's table is written anew.
+Tries the model types named, or those that have no result yet; `--again` all of them, `--table`
+none. Results are kept in `docs/families.json` as they come; in the end the README's table is
+written anew.
 """
 
 import argparse

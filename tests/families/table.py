@@ -30,8 +30,8 @@ def table(results: Mapping[str, Outcome]) -> str:
         if outcome.status is not Status.PASSES:
             others[_group(outcome)].append(name)
     lines = [
-        f"Of the {len(results)} model types that transformers has causal language models for, these",
-        f"{len(passing)} pass: {', '.join(passing)}.",
+        f"Of the {len(results)} model types that transformers has causal language models for,",
+        f"these {len(passing)} pass: {', '.join(passing)}.",
         "",
         "| do not | why |",
         "| --- | --- |",

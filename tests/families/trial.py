@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.families.tiny_configs import LAYERS, PADDING, VOCABULARY, tiny_config
+from tests.families.tiny_configs import PADDING, VOCABULARY, tiny_config
 
 PROMPT, DECODED = 12, 4
 #: Largest difference of a logit, as a part of the largest logit.
