@@ -75,8 +75,13 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     parameters, constants = {}, {}
     for placeholder, target in signature.inputs_to_parameters.items():
         parameters[placeholder] = names_of[target.removeprefix("model.")]
+    saved = model.state_dict().keys()
     for placeholder, target in signature.inputs_to_buffers.items():
-        constants[placeholder] = buffers[target.removeprefix("model.")]
+        name = target.removeprefix("model.")
+        if name in saved and buffers[name].dtype == np.float32:
+            parameters[placeholder] = (name, in_file(name))  # trained, though not by gradients
+        else:
+            constants[placeholder] = buffers[name]
     for placeholder, target in signature.inputs_to_lifted_tensor_constants.items():
         constants[placeholder] = program.constants[target].numpy()
 

@@ -46,11 +46,16 @@ def is_attention(node: Node) -> bool:
 
 
 def is_embedding(node: Node, parameters: dict[str, tuple[str, ...]]) -> bool:
-    """Whether the node gathers rows of a parameter."""
+    """Whether the node gathers a row of a parameter, another one for every token."""
     if node.target is not torch.ops.aten.embedding.default:
         return False
     table, ids = arguments(node)[:2]
-    return table.name in parameters and value_of(ids).numel() == 1
+    return table.name in parameters and value_of(ids).numel() == 1 and _reads_a_token(ids)
+
+
+def _reads_a_token(node: Node) -> bool:
+    """Whether a value depends on any input of the graph."""
+    return node.op == "placeholder" or any(map(_reads_a_token, node.all_input_nodes))
 
 
 def linear_weight(node: Node, parameters: dict[str, tuple[str, ...]]) -> Node | None:

@@ -179,7 +179,7 @@ def _layers(config: dict[str, Any]) -> int:
     layers = first_number(config, _LAYERS)
     if layers is None:
         raise UserError(
-            f"the model's config names no number of layers: add num_hidden_layers to its config.json"
+            "the model's config names no number of layers: add num_hidden_layers to its config.json"
         )
     return layers
 

@@ -86,7 +86,11 @@ def _reference(config: Any, folder: Path, ids: np.ndarray) -> np.ndarray:
     ).eval()
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        saved = model.state_dict().keys()
+        buffers = [
+            b for name, b in model.named_buffers() if name in saved and b.is_floating_point()
+        ]
+        for parameter in [*model.parameters(), *buffers]:
             noise = torch.randn(parameter.shape, generator=random)
             if parameter.dim() == 1:
                 parameter.add_(0.3 * noise)  # around the neutral value of a norm or a bias
