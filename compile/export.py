@@ -16,7 +16,7 @@ import torch
 from torch.fx import Node
 
 from buddy_pipeline.compile.attention_op import attention_of, plain_masks
-from buddy_pipeline.compile.fx_nodes import graph_node, is_identity
+from buddy_pipeline.compile.fx_nodes import graph_node, is_identity, make_functional
 from buddy_pipeline.compile.tracing_cache import TracingCache
 from buddy_pipeline.compile.weight_names import names_in_files
 from buddy_pipeline.compile.written_attention import fold_written_attention
@@ -56,6 +56,7 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     graph = program.graph_module.graph
     signature = program.graph_signature
     for node in list(graph.nodes):
+        make_functional(node)
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
         elif is_identity(node):
@@ -79,7 +80,8 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     for placeholder, target in signature.inputs_to_buffers.items():
         name = target.removeprefix("model.")
         if name in saved and buffers[name].dtype == np.float32:
-            parameters[placeholder] = (name, in_file(name))  # trained, though not by gradients
+            # Trained, though not by gradients.
+            parameters[placeholder] = tuple(dict.fromkeys([name, in_file(name)]))
         else:
             constants[placeholder] = buffers[name]
     for placeholder, target in signature.inputs_to_lifted_tensor_constants.items():

@@ -1,5 +1,6 @@
 """Islands: the arithmetic between kernels, imported by torch-mlir as a function of one token."""
 
+import contextlib
 import math
 import re
 from collections.abc import Mapping
@@ -7,7 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._decomp import core_aten_decompositions
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.partition.errors import UserError
@@ -48,8 +52,11 @@ def import_island(island: Island, model: ExportedModel, table: Mapping[str, Grap
     from torch_mlir import fx
 
     module = _subgraph(island, model, table)
-    try:
+    with contextlib.suppress(Exception):  # of several types; the second try says what is wrong
         return str(fx.stateless_fx_import(module, output_type="linalg-on-tensors"))
+    try:
+        simpler = _decomposed(module, island, model)
+        return str(fx.stateless_fx_import(simpler, output_type="linalg-on-tensors"))
     except Exception as error:
         # torch-mlir raises several types of its own; all mean an operation it does not know.
         names = {table[n].op for n in island.nodes}
@@ -83,6 +90,13 @@ def _subgraph(island: Island, model: ExportedModel, table: Mapping[str, GraphNod
         copy(name)
     graph.output(tuple(copies[name] for name in island.outputs))
     return GraphModule(torch.nn.Module(), graph)
+
+
+def _decomposed(module: GraphModule, island: Island, model: ExportedModel) -> GraphModule:
+    """The same with every operation that PyTorch has simpler ones for replaced by those."""
+    inputs = [model.fx[name].meta["val"] for name in island.inputs]
+    with inputs[0].fake_mode if inputs else FakeTensorMode():
+        return make_fx(module, decomposition_table=core_aten_decompositions())(*inputs)
 
 
 def _is_tanh_gelu(node: Node) -> bool:

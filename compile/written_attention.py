@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 import buddy_pipeline.compile.attention_op  # noqa: F401  (defines the op)
 from buddy_pipeline.compile.constant_values import ConstantValues, NotConstant
-from buddy_pipeline.compile.fx_nodes import arguments, is_view, value_of
+from buddy_pipeline.compile.fx_nodes import arguments, is_view, module_path, value_of
 from buddy_pipeline.partition.errors import UserError
 
 _ATEN = torch.ops.aten
@@ -231,10 +231,7 @@ def _head_size(query: Node) -> int:
 
 
 def _refusal(node: Node, what: str) -> UserError:
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    module = path.removeprefix("model").removeprefix(".")
     return UserError(
-        f"node {node.name} of module '{module}' is attention written out, with {what}, which has "
-        "no kernel yet"
+        f"node {node.name} of module '{module_path(node)}' is attention written out, with {what}, "
+        "which has no kernel yet"
     )
