@@ -16,7 +16,12 @@ import torch
 from torch.fx import Node
 
 from buddy_pipeline.compile.attention_op import attention_of, plain_masks
-from buddy_pipeline.compile.fx_nodes import graph_node, is_identity, make_functional
+from buddy_pipeline.compile.fx_nodes import (
+    graph_node,
+    is_identity,
+    make_functional,
+    simplify_count,
+)
 from buddy_pipeline.compile.tracing_cache import TracingCache
 from buddy_pipeline.compile.weight_names import names_in_files
 from buddy_pipeline.compile.written_attention import fold_written_attention
@@ -88,6 +93,8 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
         constants[placeholder] = program.constants[target].numpy()
 
     constants.update(fold_written_attention(graph, constants))
+    for node in graph.nodes:
+        simplify_count(node)
     fx = {node.name: node for node in graph.nodes}
     nodes = [graph_node(node, parameters, constants) for node in graph.nodes]
     used = {name for node in nodes for name in node.inputs}

@@ -50,6 +50,17 @@ def make_functional(node: Node) -> None:
     node.target = getattr(packet, overload)
 
 
+def simplify_count(node: Node) -> None:
+    """Turns a running count of whole numbers over the one token into the token's own number, as
+    classes make positions of a mask."""
+    if node.target is not torch.ops.aten.cumsum.default or value_of(node).is_floating_point():
+        return
+    numbers, dim = arguments(node)[:2]
+    if value_of(node).shape[dim] == 1:
+        node.target = torch.ops.aten._to_copy.default
+        node.args, node.kwargs = (numbers,), {"dtype": value_of(node).dtype}
+
+
 def _not_functional(node: Node) -> UserError:
     return UserError(
         f"node {node.name} of module '{module_path(node)}' changes a value in place with "
