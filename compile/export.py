@@ -109,7 +109,7 @@ class _OneToken(torch.nn.Module):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.model = model
-        takes = inspect.signature(model.forward).parameters
+        takes = _arguments_of(model)
         # Classes that count from a padding id on make positions of ids, and of the cache's length.
         counts = any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
         self._gives_positions = "position_ids" in takes and not counts
@@ -128,6 +128,14 @@ class _OneToken(torch.nn.Module):
         if self._cache is not None:
             given[self._cache] = TracingCache(0 if self._gives_positions else positions[0, 0])
         return self.model(input_ids=ids, use_cache=False, **given).logits
+
+
+def _arguments_of(model: torch.nn.Module) -> set[str]:
+    """Names that the model's call takes, with those that it passes on to the layers' model."""
+    own = inspect.signature(model.forward).parameters
+    base = getattr(model, "base_model", model)
+    passes_on = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in own.values())
+    return {*own, *(inspect.signature(base.forward).parameters if passes_on else ())}
 
 
 def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
