@@ -113,6 +113,7 @@ class _OneToken(torch.nn.Module):
         # Classes that count from a padding id on make positions of ids, and of the cache's length.
         counts = any(hasattr(m, "create_position_ids_from_input_ids") for m in model.modules())
         self._gives_positions = "position_ids" in takes and not counts
+        self._takes_mask = "attention_mask" in takes
         self._cache = next((name for name in _CACHE_NAMES if name in takes), None)
         if self._cache is None and not self._gives_positions:
             raise UserError(
@@ -125,6 +126,9 @@ class _OneToken(torch.nn.Module):
         given: dict[str, Any] = {}
         if self._gives_positions:
             given["position_ids"] = positions
+        elif self._takes_mask:
+            # The padding of the token alone: else classes make one of all the cache's length.
+            given["attention_mask"] = torch.ones_like(positions)
         if self._cache is not None:
             given[self._cache] = TracingCache(0 if self._gives_positions else positions[0, 0])
         return self.model(input_ids=ids, use_cache=False, **given).logits
