@@ -128,7 +128,7 @@ class _OneToken(torch.nn.Module):
             given["position_ids"] = positions
         elif self._takes_mask:
             # The padding of the token alone: else classes make one of all the cache's length.
-            given["attention_mask"] = torch.ones_like(positions)
+            given["attention_mask"] = torch.ones(1, 1, dtype=torch.long, device=ids.device)
         if self._cache is not None:
             given[self._cache] = TracingCache(0 if self._gives_positions else positions[0, 0])
         return self.model(input_ids=ids, use_cache=False, **given).logits

@@ -1,0 +1,74 @@
+"""Small changes to a graph's nodes: operations in place, counts over one token."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch.fx import Graph
+
+from buddy_pipeline.compile.fx_nodes import make_functional, simplify_count
+from buddy_pipeline.partition.errors import UserError
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def graph_of(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Graph:
+    with torch.no_grad():
+        program = torch.export.export(_Module(function), (x,), strict=False)
+    return program.graph_module.graph
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y /= 3
+    y *= 2
+    return y
+
+
+def part_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y[:, 1:] += 3
+    return y
+
+
+def test_operations_in_place_get_results() -> None:
+    x = torch.arange(4.0).reshape(1, 4)
+    graph = graph_of(in_place, x)
+    for node in graph.nodes:
+        make_functional(node)
+    targets = [str(node.target) for node in graph.nodes]
+    assert "aten.div.Tensor" in targets and "aten.mul.Tensor" in targets
+    assert not [target for target in targets if "_.Tensor" in target]
+    (result,) = torch.fx.GraphModule(torch.nn.Module(), graph)(x)
+    torch.testing.assert_close(result, in_place(x))
+
+
+def test_a_part_changed_in_place_is_refused() -> None:
+    graph = graph_of(part_in_place, torch.zeros(1, 4))
+    with pytest.raises(UserError, match="in place"):
+        for node in graph.nodes:
+            make_functional(node)
+
+
+def test_a_count_over_the_token_is_its_own_number() -> None:
+    x = torch.tensor([[7]], dtype=torch.int32)
+    graph = graph_of(lambda ids: torch.cumsum(ids, dim=1), x)
+    for node in graph.nodes:
+        simplify_count(node)
+    assert not [node for node in graph.nodes if "cumsum" in str(node.target)]
+    (result,) = torch.fx.GraphModule(torch.nn.Module(), graph)(x)
+    assert result.dtype is torch.int64 and result.tolist() == [[7]]
+
+
+def test_a_sum_of_activations_is_left_alone() -> None:
+    graph = graph_of(lambda x: torch.cumsum(x, dim=1), torch.zeros(1, 1))
+    for node in graph.nodes:
+        simplify_count(node)
+    assert [node for node in graph.nodes if "cumsum" in str(node.target)]
