@@ -22,7 +22,7 @@ from buddy_pipeline.compile.fx_nodes import (
     make_functional,
     simplify_count,
 )
-from buddy_pipeline.compile.tracing_cache import TracingCache
+from buddy_pipeline.compile.tracing_cache import CountingFromTensors, TracingCache
 from buddy_pipeline.compile.weight_names import names_in_files
 from buddy_pipeline.compile.written_attention import fold_written_attention
 from buddy_pipeline.partition.errors import UserError
@@ -131,7 +131,8 @@ class _OneToken(torch.nn.Module):
             given["attention_mask"] = torch.ones(1, 1, dtype=torch.long, device=ids.device)
         if self._cache is not None:
             given[self._cache] = TracingCache(0 if self._gives_positions else positions[0, 0])
-        return self.model(input_ids=ids, use_cache=False, **given).logits
+        with CountingFromTensors():
+            return self.model(input_ids=ids, use_cache=False, **given).logits
 
 
 def _arguments_of(model: torch.nn.Module) -> set[str]:

@@ -7,9 +7,21 @@ classes that count positions by it, and it refuses what a layer would keep besid
 from typing import Any, NoReturn
 
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers.cache_utils import Cache
 
 from buddy_pipeline.partition.errors import UserError
+
+
+class CountingFromTensors(TorchFunctionMode):  # type: ignore[misc]
+    """`arange` from a position that is a tensor on, one token far, is that position."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.arange and len(args) > 1 and isinstance(args[0], torch.Tensor):
+            return args[0].reshape(1)
+        return function(*args, **(kwargs or {}))
 
 
 class TracingCache(Cache):  # type: ignore[misc]  # transformers is untyped here
