@@ -20,6 +20,7 @@ from buddy_pipeline.compile.fx_nodes import (
     graph_node,
     is_identity,
     make_functional,
+    product_as_linear,
     simplify_count,
 )
 from buddy_pipeline.compile.tracing_cache import CountingFromTensors, TracingCache
@@ -95,6 +96,8 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     constants.update(fold_written_attention(graph, constants))
     for node in graph.nodes:
         simplify_count(node)
+        product_as_linear(node, parameters)
+    graph.eliminate_dead_code()
     fx = {node.name: node for node in graph.nodes}
     nodes = [graph_node(node, parameters, constants) for node in graph.nodes]
     used = {name for node in nodes for name in node.inputs}

@@ -61,6 +61,24 @@ def simplify_count(node: Node) -> None:
         node.args, node.kwargs = (numbers,), {"dtype": value_of(node).dtype}
 
 
+def product_as_linear(node: Node, parameters: dict[str, tuple[str, ...]]) -> None:
+    """Turns a product with a transposed parameter into a linear of the parameter as it is stored."""
+    aten = torch.ops.aten
+    if node.target is aten.addmm.default and not node.kwargs:
+        bias, row, weight = arguments(node)
+    elif node.target in (aten.mm.default, aten.matmul.default):
+        (row, weight), bias = arguments(node), None
+    else:
+        return
+    if weight.target not in _PERMUTING_OPS or value_of(weight).dim() != 2:
+        return
+    stored = weight.all_input_nodes[0]
+    swapped = tuple(reversed(value_of(stored).shape)) == tuple(value_of(weight).shape)
+    if stored.name in parameters and swapped and (bias is None or bias.name in parameters):
+        node.target = aten.linear.default
+        node.args = (row, stored) if bias is None else (row, stored, bias)
+
+
 def _not_functional(node: Node) -> UserError:
     return UserError(
         f"node {node.name} of module '{module_path(node)}' changes a value in place with "

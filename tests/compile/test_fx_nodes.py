@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
-from buddy_pipeline.compile.fx_nodes import make_functional, simplify_count
+from buddy_pipeline.compile.fx_nodes import make_functional, product_as_linear, simplify_count
 from buddy_pipeline.partition.errors import UserError
 
 
@@ -72,3 +72,21 @@ def test_a_sum_of_activations_is_left_alone() -> None:
     for node in graph.nodes:
         simplify_count(node)
     assert [node for node in graph.nodes if "cumsum" in str(node.target)]
+
+
+class _Product(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(3, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T
+
+
+def test_a_product_with_a_transposed_parameter_is_a_linear() -> None:
+    program = torch.export.export(_Product(), (torch.zeros(1, 1, 4),), strict=False)
+    graph, names = program.graph_module.graph, program.graph_signature.inputs_to_parameters
+    for node in graph.nodes:
+        product_as_linear(node, {name: (path,) for name, path in names.items()})
+    (linear,) = (n for n in graph.nodes if n.target is torch.ops.aten.linear.default)
+    assert [tuple(n.meta["val"].shape) for n in linear.all_input_nodes] == [(1, 1, 4), (3, 4)]
