@@ -62,7 +62,7 @@ def simplify_count(node: Node) -> None:
 
 
 def product_as_linear(node: Node, parameters: dict[str, tuple[str, ...]]) -> None:
-    """Turns a product with a transposed parameter into a linear of the parameter as it is stored."""
+    """Turns a product with a transposed parameter into a linear of it as it is stored."""
     aten = torch.ops.aten
     if node.target is aten.addmm.default and not node.kwargs:
         bias, row, weight = arguments(node)
