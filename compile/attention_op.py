@@ -1,7 +1,7 @@
 """The attention op: what transformers' classes call while they are exported, in place of attention.
 
 A function registered with transformers hands every layer's query, key and value to one custom op,
-so a graph holds attention as one node. A registered mask function makes no mask, but says what it
+so a graph holds attention as one node. A registered mask function makes no mask, but says what one
 would let a token see.
 """
 
@@ -79,17 +79,21 @@ def plain_masks() -> Iterator[None]:
 
 def _open_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor:
     """transformers' mask signature: zeros [1, 1, 1, 1]."""
-    if _mask_function(*args, **kwargs) is not None:
+    if _mask_function(*args, **kwargs).window:
         raise UserError("its attention has a window in a mask, which only the attention op reads")
     return torch.zeros(1, 1, 1, 1, dtype=dtype, device=kwargs.get("device"))
 
 
 @dataclass(frozen=True)
-class SlidingMask:
-    """What a model hands around as the mask of its layers with a window."""
+class CausalMask:
+    """What a model hands around as a mask."""
 
     window: int
-    """Positions that a token sees, itself included."""
+    """Positions that a token sees, itself included; 0 for all."""
+
+    def __getitem__(self, part: Any) -> "CausalMask":
+        """Classes cut masks to the length of the keys."""
+        return self
 
 
 def _mask_function(
@@ -98,16 +102,17 @@ def _mask_function(
     local_size: int | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
-) -> SlidingMask | None:
-    """transformers' mask signature: None for a plain causal mask, which every layer has anyway.
-
-    Raises UserError for a mask that is neither causal nor a window.
-    """
+) -> CausalMask:
+    """transformers' mask signature; raises UserError for what is not causal, with a window or
+    without."""
+    parts = _parts_of(mask_function)
+    if any("bidirectional" in name for name in parts):
+        raise UserError("its attention is not causal; only causal decoders run here")
     if use_vmap:
         raise UserError("its attention mask is of the model's own making, which has no kernel yet")
-    if "chunked_overlay" in _parts_of(mask_function):
+    if "chunked_overlay" in parts:
         raise UserError("its attention is cut into chunks of the sequence, which has no kernel yet")
-    return None if local_size is None else SlidingMask(local_size)
+    return CausalMask(local_size or 0)
 
 
 def _parts_of(function: Callable[..., Any] | None) -> set[str]:
@@ -129,10 +134,9 @@ def _attention_function(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: SlidingMask | torch.Tensor | None,
+    attention_mask: CausalMask | torch.Tensor | None,
     scaling: float | None = None,
     softcap: float | None = None,
-    is_causal: bool | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -143,15 +147,15 @@ def _attention_function(
     unknown = sorted(
         name
         for name, given in kwargs.items()
-        if given is not None and name not in _HARMLESS_ARGUMENTS
+        if given is not None and name not in _HARMLESS_ARGUMENTS and not name.startswith("output_")
     )
     where = f"attention of {type(module).__name__} (layer {getattr(module, 'layer_idx', '?')})"
     if unknown:
         raise UserError(f"{where} uses {', '.join(unknown)}, which has no kernel yet")
-    if isinstance(attention_mask, torch.Tensor):
+    if attention_mask is None:
+        raise UserError(f"{where} has no mask, so it is not causal; only causal decoders run here")
+    if not isinstance(attention_mask, CausalMask):
         raise UserError(f"{where} is given a mask of its own, which has no kernel yet")
-    if is_causal is False or getattr(module, "is_causal", True) is False:
-        raise UserError(f"{where} is not causal; only causal decoders run here")
     if key.shape[2] != 1:
         raise UserError(f"{where} has keys that are not its token's, which has no kernel yet")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
@@ -162,7 +166,7 @@ def _attention_function(
         s_aux,
         None,
         float(scale),
-        attention_mask.window if attention_mask is not None else 0,
+        attention_mask.window,
         float(softcap or 0.0),
     )
     return result, None
@@ -171,12 +175,11 @@ def _attention_function(
 #: Keyword arguments that models pass along and that change nothing for one causal token.
 _HARMLESS_ARGUMENTS = {
     "dropout",
+    "is_causal",  # the mask decides
     "sliding_window",  # the mask has it where it counts
     "position_ids",
     "cache_position",
     "use_cache",
-    "output_attentions",
-    "output_hidden_states",
     "return_dict",
     "layer_idx",
     "position_embeddings",

@@ -42,8 +42,7 @@ class ConstantValues:
             torch.fx.node.map_arg((node.args, dict(node.kwargs)), self.value),
             lambda item: torch.device("cpu") if isinstance(item, torch.device) else item,
         )
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
+        kwargs = {**kwargs, "device": torch.device("cpu")} if "device" in kwargs else kwargs
         if node.target is torch.ops.aten.slice.Tensor:
             args = self._moved(args)
         result = node.target(*args, **kwargs)  # type: ignore[operator]

@@ -20,10 +20,11 @@ from buddy_pipeline.compile.fx_nodes import (
     graph_node,
     is_identity,
     make_functional,
+    module_path,
     product_as_linear,
     simplify_count,
 )
-from buddy_pipeline.compile.tracing_cache import CountingFromTensors, TracingCache
+from buddy_pipeline.compile.tracing_cache import GraphOfOneToken, TracingCache
 from buddy_pipeline.compile.weight_names import names_in_files
 from buddy_pipeline.compile.written_attention import fold_written_attention
 from buddy_pipeline.partition.errors import UserError
@@ -91,6 +92,12 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
         else:
             constants[placeholder] = buffers[name]
     for placeholder, target in signature.inputs_to_lifted_tensor_constants.items():
+        if program.constants[target].is_meta:
+            reader = next(iter(next(n for n in graph.nodes if n.name == placeholder).users))
+            raise UserError(
+                f"node {reader.name} of module '{module_path(reader)}' reads a tensor that the "
+                "model makes of numbers while it runs, which has no kernel yet"
+            )
         constants[placeholder] = program.constants[target].numpy()
 
     constants.update(fold_written_attention(graph, constants))
@@ -134,7 +141,7 @@ class _OneToken(torch.nn.Module):
             given["attention_mask"] = torch.ones(1, 1, dtype=torch.long, device=ids.device)
         if self._cache is not None:
             given[self._cache] = TracingCache(0 if self._gives_positions else positions[0, 0])
-        with CountingFromTensors():
+        with GraphOfOneToken():
             return self.model(input_ids=ids, use_cache=False, **given).logits
 
 

@@ -201,6 +201,7 @@ _PERMUTING_OPS = {
     torch.ops.aten.transpose.int,
     torch.ops.aten.permute.default,
     torch.ops.aten.t.default,
+    torch.ops.aten.numpy_T.default,
 }
 
 
@@ -234,7 +235,7 @@ def _keeps_order(node: Node, source: torch.Tensor, value: torch.Tensor) -> bool:
     rank = source.dim()
     if node.target is torch.ops.aten.permute.default:
         order = [d % rank for d in arguments(node)[1]]
-    elif node.target is torch.ops.aten.t.default:
+    elif node.target in (torch.ops.aten.t.default, torch.ops.aten.numpy_T.default):
         order = list(reversed(range(rank)))
     else:
         order = list(range(rank))

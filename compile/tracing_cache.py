@@ -13,14 +13,20 @@ from transformers.cache_utils import Cache
 from buddy_pipeline.partition.errors import UserError
 
 
-class CountingFromTensors(TorchFunctionMode):  # type: ignore[misc]
-    """`arange` from a position that is a tensor on, one token far, is that position."""
+class GraphOfOneToken(TorchFunctionMode):  # type: ignore[misc]
+    """Calls that a graph of one token cannot hold as they are.
+
+    `arange` from a position that is a tensor, one token far, is that position. A number made a
+    tensor on the meta device would lose its value, which `full` keeps.
+    """
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if function is torch.arange and len(args) > 1 and isinstance(args[0], torch.Tensor):
             return args[0].reshape(1)
+        if function is torch.tensor and isinstance(args[0], (int, float)):
+            return torch.full((), args[0], **(kwargs or {}))
         return function(*args, **(kwargs or {}))
 
 

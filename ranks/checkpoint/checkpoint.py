@@ -232,7 +232,9 @@ class Checkpoint:
     def read(self, name: str) -> np.ndarray:
         """Read a whole tensor as float32 [*shape]; errors as in `read_rows`."""
         shape = self._check_readable(name).shape
-        return self.read_rows(name, 0, shape[0] if shape else 0)
+        if not shape:  # a single number is one row
+            return self._stored[name].rows(0, 1).reshape(())
+        return self.read_rows(name, 0, shape[0])
 
     def parameters(self) -> list[TensorInfo]:
         """The model's parameters: a tied head is not among them, nor are buffers."""

@@ -40,7 +40,7 @@ def read_hf_config(path: Path) -> dict[str, Any]:
     """Read a directory's `config.json`; UserError as in `open_hf_directory`."""
     if not (path / _CONFIG).is_file():
         raise UserError(f"{path} has no {_CONFIG}; give a Hugging Face model directory")
-    config = read_json_object(path / _CONFIG)
+    config: dict[str, Any] = _with_special_floats(read_json_object(path / _CONFIG))
     if not isinstance(config.get("model_type"), str):
         raise UserError(f"{path / _CONFIG}: model_type must be a string naming the model class")
     if is_quantised_here(config):
@@ -56,6 +56,18 @@ def read_hf_config(path: Path) -> dict[str, Any]:
             "use the unquantised checkpoint or a GGUF file"
         )
     return config
+
+
+def _with_special_floats(value: Any) -> Any:
+    """What transformers writes as `{"__float__": "Infinity"}`, which JSON has no number for, as the
+    number."""
+    if isinstance(value, list):
+        return [_with_special_floats(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return {key: _with_special_floats(item) for key, item in value.items()}
 
 
 def _stored_tensors(path: Path) -> dict[str, SafetensorsTensor]:

@@ -49,7 +49,7 @@ def test_factors_become_the_scale() -> None:
 
 def test_a_bias_by_distance_becomes_slopes() -> None:
     def change(scores: torch.Tensor) -> torch.Tensor:
-        slopes = torch.tensor([0.5, 0.25])
+        slopes = 2.0 ** -torch.arange(1, 3)
         return scores + slopes[:, None, None] * torch.arange(1)
 
     _, slopes = folded(change)

@@ -50,6 +50,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(["attention_window_size", "local_attention"], WINDOW),
     "sliding_window_pattern": 2,
     "attention_chunk_size": WINDOW,
+    "full_attn_idxs": [1, 3],
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": VOCABULARY,
     "vocab_size": VOCABULARY,
@@ -63,7 +64,10 @@ _SIZES: dict[str, Any] = {
 }
 
 #: Fields that a family needs besides, or in place of the table's; None leaves a field to the class.
-_OF_FAMILIES: dict[str, dict[str, Any]] = {}
+_OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "mamba2": {"num_heads": 8},
+    "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
+}
 
 #: Nested configurations that are not of the language model.
 _OTHER_PARTS = ("vision", "audio", "image", "encoder", "depth")
@@ -82,5 +86,7 @@ def _tiny(kind: Any, own: dict[str, Any]) -> Any:
     for name, part in getattr(kind, "sub_configs", {}).items():
         if hasattr(part, "__dataclass_fields__") and not name.startswith(_OTHER_PARTS):
             given[name] = _tiny(part, {}).to_dict()
+    if "qk_rope_head_dim" in fields:
+        given["head_dim"] = given["qk_rope_head_dim"]  # there it is the rotary part's size
     given.update(own)
     return kind(**{name: value for name, value in given.items() if value is not None})

@@ -93,6 +93,18 @@ def test_names_are_found_with_and_without_the_base_models_prefix(tmp_path: Path)
         opened.find("lm_head.weight", "model.embed_tokens.weight")
 
 
+def test_a_single_number_is_a_tensor(tmp_path: Path) -> None:
+    opened = open_checkpoint(model(tmp_path, scale=np.array(2.5, np.float32)))
+    assert opened.read("scale").shape == () and opened.read("scale") == 2.5
+
+
+def test_numbers_that_json_has_not(tmp_path: Path) -> None:
+    config = {**CONFIG, "limits": [0.0, {"__float__": "Infinity"}], "part": {"a": {"b": 1}}}
+    opened = open_checkpoint(model(tmp_path, config))
+    assert opened.config["limits"] == [0.0, float("inf")]
+    assert opened.config["part"] == {"a": {"b": 1}}
+
+
 def test_wrong_shapes_types_and_ranges_are_refused(tmp_path: Path) -> None:
     path = model(tmp_path / "m", t=np.ones((2, 3), np.float32), i=np.ones(3, np.int64))
     opened = open_checkpoint(path)
