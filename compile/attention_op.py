@@ -95,6 +95,9 @@ class CausalMask:
         """Classes cut masks to the length of the keys."""
         return self
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"the class computes with its mask ({name}), which has no kernel yet")
+
 
 def _mask_function(
     *args: Any,

@@ -24,7 +24,7 @@ from buddy_pipeline.compile.fx_nodes import (
     product_as_linear,
     simplify_count,
 )
-from buddy_pipeline.compile.tracing_cache import GraphOfOneToken, TracingCache
+from buddy_pipeline.compile.tracing import GraphOfOneToken, TracingCache
 from buddy_pipeline.compile.weight_names import names_in_files
 from buddy_pipeline.compile.written_attention import fold_written_attention
 from buddy_pipeline.partition.errors import UserError
@@ -156,12 +156,7 @@ def _arguments_of(model: torch.nn.Module) -> set[str]:
 def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
     """The model on the meta device, and the values of its buffers."""
     import transformers
-    from transformers import (
-        CONFIG_MAPPING,
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        AutoConfig,
-        AutoModelForCausalLM,
-    )
+    from transformers import CONFIG_MAPPING, AutoConfig
     from transformers.initialization import no_init_weights
 
     fields = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")}
@@ -182,16 +177,11 @@ def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarra
     except Exception as error:
         # Each class checks its entries in its own way, or trips over them.
         raise UserError(_unusable(model_type, error)) from error
-    if type(settings) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise UserError(
-            f"model type '{model_type}' has no causal language model in transformers; only such "
-            "models run here"
-        )
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
-    attention = attention_of(kind[0] if isinstance(kind, tuple) else kind)
+    kind, settings = _model_class(settings, config.get("architectures"))
+    attention = attention_of(kind)
     with no_init_weights(), _parameters_on_meta():
         try:
-            model = AutoModelForCausalLM.from_config(
+            model = kind._from_config(
                 settings, attn_implementation=attention, dtype=torch.float32
             ).eval()
         except Exception as error:
@@ -204,6 +194,32 @@ def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarra
     model.to("meta")
     model.tie_weights()  # moving the parameters has untied them
     return model, buffers
+
+
+def _model_class(settings: Any, architectures: Any) -> tuple[Any, Any]:
+    """transformers' causal language model for a configuration, and the configuration that it takes:
+    where a model has several parts, that of the text.
+
+    The class is that of the model type, or the one that config.json names.
+    """
+    import transformers
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    named = (architectures or [""])[0]
+    if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
+    elif named in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        found = getattr(transformers, named)
+    else:
+        raise UserError(
+            f"model type '{settings.model_type}' has no causal language model in transformers; "
+            "only such models run here"
+        )
+    kind = found[0] if isinstance(found, tuple) else found
+    if isinstance(settings, kind.config_class):
+        return kind, settings
+    return kind, settings.get_text_config()
 
 
 def _trace(model: torch.nn.Module, config: dict[str, Any]) -> torch.export.ExportedProgram:

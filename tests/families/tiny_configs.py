@@ -87,6 +87,8 @@ def _tiny(kind: Any, own: dict[str, Any]) -> Any:
         if hasattr(part, "__dataclass_fields__") and not name.startswith(_OTHER_PARTS):
             given[name] = _tiny(part, {}).to_dict()
     if "qk_rope_head_dim" in fields:
-        given["head_dim"] = given["qk_rope_head_dim"]  # there it is the rotary part's size
+        # Latent attention: the head size is that of the rotary part, and no heads share keys.
+        given["head_dim"] = given["qk_rope_head_dim"]
+        given["num_key_value_heads"] = _HEADS
     given.update(own)
     return kind(**{name: value for name, value in given.items() if value is not None})

@@ -1,4 +1,4 @@
-"""The cache that a model sees while it is traced: it keeps nothing and knows how long it would be.
+"""What a model has around it while it is traced: a cache that keeps nothing, and calls made fit.
 
 Attention owns the real cache. To the model this one says at which position the token is, for
 classes that count positions by it, and it refuses what a layer would keep besides keys and values.
@@ -17,7 +17,8 @@ class GraphOfOneToken(TorchFunctionMode):  # type: ignore[misc]
     """Calls that a graph of one token cannot hold as they are.
 
     `arange` from a position that is a tensor, one token far, is that position. A number made a
-    tensor on the meta device would lose its value, which `full` keeps.
+    tensor on the meta device would lose its value, which `full` keeps; so would the one index of a
+    list, which is a slice.
     """
 
     def __torch_function__(
@@ -27,7 +28,15 @@ class GraphOfOneToken(TorchFunctionMode):  # type: ignore[misc]
             return args[0].reshape(1)
         if function is torch.tensor and isinstance(args[0], (int, float)):
             return torch.full((), args[0], **(kwargs or {}))
+        if function is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            args = (args[0], tuple(map(_as_slice, args[1])))
         return function(*args, **(kwargs or {}))
+
+
+def _as_slice(index: Any) -> Any:
+    if isinstance(index, list) and len(index) == 1 and isinstance(index[0], int):
+        return slice(index[0], index[0] + 1 or None)
+    return index
 
 
 class TracingCache(Cache):  # type: ignore[misc]  # transformers is untyped here
