@@ -96,7 +96,7 @@ def test_layers_of_gpt2_have_one_structure() -> None:
         ({}, "model_type"),
         ({"model_type": "never_heard_of"}, "never_heard_of"),
         ({"model_type": "vit"}, "vit"),
-        ({"model_type": "mamba", "num_hidden_layers": 1, "hidden_size": 8}, "attend"),
+        ({"model_type": "mamba", "num_hidden_layers": 1, "hidden_size": 8}, "convolution"),
     ],
 )
 def test_models_that_do_not_fit_are_one_line(config: dict[str, Any], named: str) -> None:

@@ -22,6 +22,16 @@ RESULTS = README.parent / "docs" / "families.json"
 TIME_LIMIT_S = 240.0
 """Of one trial; compiling on a busy machine is the most of it."""
 
+_MEDIA = "models of text and other media"
+_OUTSIDE = {
+    **dict.fromkeys(["fuyu", "git", "mllama", "phi4_multimodal"], _MEDIA),
+    **dict.fromkeys(["moshi", "musicgen", "musicgen_melody"], "models of audio codes"),
+    "blt": "a model of patches of bytes",
+    "gemma4_assistant": "a head that drafts for another model",
+    "gemma4_unified_assistant": "a head that drafts for another model",
+}
+"""Classes in transformers' list that are no decoder-only language models."""
+
 
 def read_results() -> dict[str, Outcome]:
     """The stored outcomes by model type."""
@@ -43,8 +53,11 @@ def try_apart(model_type: str, folder: Path, cache: Path) -> Outcome:
 
     Processes are forked from one that has loaded the packages.
     """
+    outside = _OUTSIDE.get(model_type)
     if known_families()[model_type].endswith("ForConditionalGeneration"):
-        return Outcome(Status.OUTSIDE, "models of text and other media")
+        outside = _MEDIA
+    if outside is not None:
+        return Outcome(Status.OUTSIDE, outside)
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload(["torch", "transformers", "torch_mlir.fx"])
     process = processes.Process(target=main, args=(model_type, folder, cache))

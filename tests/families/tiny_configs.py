@@ -51,6 +51,7 @@ _SIZES: dict[str, Any] = {
     "sliding_window_pattern": 2,
     "attention_chunk_size": WINDOW,
     "full_attn_idxs": [1, 3],
+    "num_kv_shared_layers": 0,
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": VOCABULARY,
     "vocab_size": VOCABULARY,
@@ -84,7 +85,9 @@ def _tiny(kind: Any, own: dict[str, Any]) -> Any:
     fields = getattr(kind, "__dataclass_fields__", {})
     given = {name: value for name, value in _SIZES.items() if name in fields}
     for name, part in getattr(kind, "sub_configs", {}).items():
-        if hasattr(part, "__dataclass_fields__") and not name.startswith(_OTHER_PARTS):
+        if not name.startswith(_OTHER_PARTS):
+            if not hasattr(part, "__dataclass_fields__"):  # any type: the one it has by default
+                part = type(getattr(kind(), name))
             given[name] = _tiny(part, {}).to_dict()
     if "qk_rope_head_dim" in fields:
         # Latent attention: the head size is that of the rotary part, and no heads share keys.
