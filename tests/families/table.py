@@ -12,7 +12,17 @@ _BEGIN = "<!-- families: written by scripts/families -->\n"
 _END = "<!-- end of families -->\n"
 
 #: What a reason comes to in the table: the first pattern that is found in it.
-_GROUPS: list[tuple[str, str]] = []
+_GROUPS = [
+    (r"grouped_mm|topk", "a router to experts is torch-mlir's, which cannot import it"),
+    (r"convolution over|recurrent state|carries from token", "layers carry a state between tokens"),
+    (r"an indexer", "an indexer chooses the keys that attention sees"),
+    (r"layers are interleaved", "layers run several times, which no cut between layers allows"),
+    (r"no bp\.attention", "no layer attends"),
+    (r"(uses|with) (position_bias|sinks)", "attention with a bias of the model's own"),
+    (r"computes with its mask|mask of its own", "the model makes its own mask"),
+    (r"cut into chunks", "attention is cut into chunks of the sequence"),
+    (r"attention written out", "attention written out with more than a kernel computes"),
+]
 
 
 def with_table(readme: str, results: Mapping[str, Outcome]) -> str:
