@@ -79,8 +79,8 @@ def plain_masks() -> Iterator[None]:
 
 def _open_mask(*args: Any, dtype: torch.dtype = torch.float32, **kwargs: Any) -> torch.Tensor:
     """transformers' mask signature: zeros [1, 1, 1, 1]."""
-    if _mask_function(*args, **kwargs).window:
-        raise UserError("its attention has a window in a mask, which only the attention op reads")
+    if _mask_function(*args, **kwargs) != CausalMask(0):
+        raise UserError("its attention has a window, or is not causal, which has no kernel yet")
     return torch.zeros(1, 1, 1, 1, dtype=dtype, device=kwargs.get("device"))
 
 
@@ -105,12 +105,12 @@ def _mask_function(
     local_size: int | None = None,
     use_vmap: bool = False,
     **kwargs: Any,
-) -> CausalMask:
-    """transformers' mask signature; raises UserError for what is not causal, with a window or
-    without."""
+) -> CausalMask | None:
+    """transformers' mask signature: None for a mask that is not causal; raises UserError for one
+    that is, but neither plain nor with a window."""
     parts = _parts_of(mask_function)
     if any("bidirectional" in name for name in parts):
-        raise UserError("its attention is not causal; only causal decoders run here")
+        return None
     if use_vmap:
         raise UserError("its attention mask is of the model's own making, which has no kernel yet")
     if "chunked_overlay" in parts:
@@ -156,7 +156,7 @@ def _attention_function(
     if unknown:
         raise UserError(f"{where} uses {', '.join(unknown)}, which has no kernel yet")
     if attention_mask is None:
-        raise UserError(f"{where} has no mask, so it is not causal; only causal decoders run here")
+        raise UserError(f"{where} has no causal mask; only causal decoders run here")
     if not isinstance(attention_mask, CausalMask):
         raise UserError(f"{where} is given a mask of its own, which has no kernel yet")
     if key.shape[2] != 1:

@@ -16,10 +16,10 @@ import torch
 from torch.fx import Node
 
 from buddy_pipeline.compile.attention_op import attention_of, plain_masks
+from buddy_pipeline.compile.functional import make_functional
 from buddy_pipeline.compile.fx_nodes import (
     graph_node,
     is_identity,
-    make_functional,
     module_path,
     product_as_linear,
     simplify_count,
@@ -62,8 +62,8 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     program = _trace(model, config)
     graph = program.graph_module.graph
     signature = program.graph_signature
+    make_functional(graph)
     for node in list(graph.nodes):
-        make_functional(node)
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
         elif is_identity(node):

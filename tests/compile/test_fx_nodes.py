@@ -1,13 +1,11 @@
-"""Small changes to a graph's nodes: operations in place, counts over one token."""
+"""Small changes to a graph's nodes: counts over one token, products that are linears."""
 
 from collections.abc import Callable
 
-import pytest
 import torch
 from torch.fx import Graph
 
-from buddy_pipeline.compile.fx_nodes import make_functional, product_as_linear, simplify_count
-from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.compile.fx_nodes import product_as_linear, simplify_count
 
 
 class _Module(torch.nn.Module):
@@ -23,38 +21,6 @@ def graph_of(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
     with torch.no_grad():
         program = torch.export.export(_Module(function), (x,), strict=False)
     return program.graph_module.graph
-
-
-def in_place(x: torch.Tensor) -> torch.Tensor:
-    y = x + 1
-    y /= 3
-    y *= 2
-    return y
-
-
-def part_in_place(x: torch.Tensor) -> torch.Tensor:
-    y = x + 1
-    y[:, 1:] += 3
-    return y
-
-
-def test_operations_in_place_get_results() -> None:
-    x = torch.arange(4.0).reshape(1, 4)
-    graph = graph_of(in_place, x)
-    for node in graph.nodes:
-        make_functional(node)
-    targets = [str(node.target) for node in graph.nodes]
-    assert "aten.div.Tensor" in targets and "aten.mul.Tensor" in targets
-    assert not [target for target in targets if "_.Tensor" in target]
-    (result,) = torch.fx.GraphModule(torch.nn.Module(), graph)(x)
-    torch.testing.assert_close(result, in_place(x))
-
-
-def test_a_part_changed_in_place_is_refused() -> None:
-    graph = graph_of(part_in_place, torch.zeros(1, 4))
-    with pytest.raises(UserError, match="in place"):
-        for node in graph.nodes:
-            make_functional(node)
 
 
 def test_a_count_over_the_token_is_its_own_number() -> None:

@@ -64,8 +64,13 @@ _SIZES: dict[str, Any] = {
     "add_cross_attention": False,
 }
 
+_ROTARY = {"rope_type": "default", "rope_theta": 10000.0}
 #: Fields that a family needs besides, or in place of the table's; None leaves a field to the class.
 _OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": _KV_HEADS, "rope_theta": 10000.0}},
     "mamba2": {"num_heads": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
 }

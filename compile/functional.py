@@ -1,0 +1,100 @@
+"""Operations that change their operand, made operations with a result.
+
+What an exported graph reads after `x.div_(2)` is the node of `div_` itself, so that only has to
+become `div`. A part that is written, `x[..., :4].copy_(y)`, is another matter: what reads `x` later
+has to read a value in which the part is replaced.
+"""
+
+import operator
+
+import torch
+from torch.fx import Graph, Node
+
+from buddy_pipeline.compile.fx_nodes import arguments, module_path, value_of
+from buddy_pipeline.partition.errors import UserError
+
+_ATEN = torch.ops.aten
+#: Operations whose result shares memory with a part of their operand.
+_PARTS = {
+    _ATEN.slice.Tensor,
+    _ATEN.select.int,
+    _ATEN.narrow.default,
+    _ATEN.unbind.int,
+    _ATEN.chunk.default,
+    _ATEN.split.Tensor,
+    _ATEN.split_with_sizes.default,
+    operator.getitem,
+}
+
+
+def make_functional(graph: Graph) -> None:
+    """Replaces every operation in place; UserError naming node and module where that is more than
+    the two cases above."""
+    for node in list(graph.nodes):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        changed = node.args[0] if node.args else None
+        if not isinstance(changed, Node):
+            raise _refusal(node)
+        if node.target is _ATEN.copy_.default and changed.target is _ATEN.slice.Tensor:
+            _write_part(graph, node, changed)
+        else:
+            _give_result(node, changed)
+
+
+def _give_result(node: Node, changed: Node) -> None:
+    """`div_` becomes `div`, unless its operand is a part of a value that others read too."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    name = node.target._schema.name.removeprefix("aten::")
+    packet = getattr(_ATEN, name.removesuffix("_"), None)
+    if packet is None or not name.endswith("_"):
+        raise _refusal(node)
+    while changed.op == "call_function" and changed.target in _PARTS:
+        changed = changed.all_input_nodes[0]
+        if len(changed.users) > 1:
+            raise _refusal(node)
+    node.target = getattr(packet, node.target._schema.overload_name or "default")
+
+
+def _write_part(graph: Graph, node: Node, part: Node) -> None:
+    """`copy_` into a slice becomes `slice_scatter` on the whole, for all that comes after."""
+    whole, *where = arguments(part)
+    earlier = _before(graph, node)
+    others = [user for user in whole.users if user is not part and user in earlier]
+    if node.users or any(o.target in _PARTS and o.users.keys() - earlier for o in others):
+        raise _refusal(node)
+    source: Node = arguments(node)[1]
+    with graph.inserting_before(node):
+        if value_of(source).shape != value_of(part).shape:
+            shape = list(value_of(part).shape)
+            source = _add(graph, node, _ATEN.expand.default, source, shape)
+        written = _add(graph, node, _ATEN.slice_scatter.default, whole, source, *where)
+    for user in list(whole.users):
+        if user not in earlier and user is not written:
+            user.replace_input_with(whole, written)
+    graph.erase_node(node)
+
+
+def _add(graph: Graph, like: Node, target: torch._ops.OpOverload, *args: object) -> Node:
+    added = graph.call_function(target, args)  # type: ignore[arg-type]
+    added.meta = dict(like.meta)
+    added.meta["val"] = target(*torch.fx.node.map_arg(args, value_of))
+    return added
+
+
+def _before(graph: Graph, node: Node) -> set[Node]:
+    """The nodes that run before this one."""
+    before = set()
+    for other in graph.nodes:
+        if other is node:
+            break
+        before.add(other)
+    return before
+
+
+def _refusal(node: Node) -> UserError:
+    return UserError(
+        f"node {node.name} of module '{module_path(node)}' changes a value in place with "
+        f"{node.target}, which has no kernel yet"
+    )

@@ -1,0 +1,55 @@
+"""Operations in place, made operations with a result or refused."""
+
+import pytest
+import torch
+
+from buddy_pipeline.compile.functional import make_functional
+from buddy_pipeline.partition.errors import UserError
+from tests.compile.test_fx_nodes import graph_of
+
+
+def in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    y /= 3
+    y *= 2
+    return y
+
+
+def part_in_place(x: torch.Tensor) -> torch.Tensor:
+    y = x + 1
+    part = y[:, 1:]
+    part += 3
+    return y
+
+
+def written_parts(x: torch.Tensor) -> torch.Tensor:
+    y = x.new_empty(1, 6)
+    y[:, :4].copy_(x * 2)
+    y[:, 4:].copy_(x[:, :1])
+    return y + 1
+
+
+def test_operations_in_place_get_results() -> None:
+    x = torch.arange(4.0).reshape(1, 4)
+    graph = graph_of(in_place, x)
+    make_functional(graph)
+    targets = [str(node.target) for node in graph.nodes]
+    assert "aten.div.Tensor" in targets and "aten.mul.Tensor" in targets
+    assert not [target for target in targets if "_.Tensor" in target]
+    (result,) = torch.fx.GraphModule(torch.nn.Module(), graph)(x)
+    torch.testing.assert_close(result, in_place(x))
+
+
+def test_a_part_changed_in_place_is_refused() -> None:
+    graph = graph_of(part_in_place, torch.zeros(1, 4))
+    with pytest.raises(UserError, match="in place"):
+        make_functional(graph)
+
+
+def test_parts_that_are_written_make_a_new_whole() -> None:
+    x = torch.arange(4.0).reshape(1, 4)
+    graph = graph_of(written_parts, x)
+    make_functional(graph)
+    assert not [node for node in graph.nodes if "copy_" in str(node.target)]
+    (result,) = torch.fx.GraphModule(torch.nn.Module(), graph)(x)
+    torch.testing.assert_close(result, written_parts(x))
