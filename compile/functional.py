@@ -41,6 +41,10 @@ def make_functional(graph: Graph) -> None:
             _write_part(graph, node, changed)
         else:
             _give_result(node, changed)
+    for node in list(graph.nodes):
+        if node.target is _ATEN.slice_scatter.default:
+            _join_parts(graph, node)
+    graph.eliminate_dead_code()
 
 
 def _give_result(node: Node, changed: Node) -> None:
@@ -74,6 +78,32 @@ def _write_part(graph: Graph, node: Node, part: Node) -> None:
         if user not in earlier and user is not written:
             user.replace_input_with(whole, written)
     graph.erase_node(node)
+
+
+def _join_parts(graph: Graph, last: Node) -> None:
+    """A new tensor written part by part along one dimension is the parts side by side."""
+    size = value_of(last)
+    dim = _written(last)[1]
+    parts: list[tuple[int, int, Node]] = []
+    node = last
+    while node.target is _ATEN.slice_scatter.default and _written(node)[1] == dim:
+        source, _, start, end = _written(node)
+        parts.insert(0, (start, end, source))
+        node = arguments(node)[0]
+    edges = [0, *(end for _, end, _ in parts)]
+    whole = edges[-1] == size.shape[dim] and [start for start, _, _ in parts] == edges[:-1]
+    if node.target not in (_ATEN.new_empty.default, _ATEN.empty.memory_format) or not whole:
+        return
+    with graph.inserting_before(last):
+        joined = _add(graph, last, _ATEN.cat.default, [part for _, _, part in parts], dim)
+    last.replace_all_uses_with(joined)
+
+
+def _written(node: Node) -> tuple[Node, int, int, int]:
+    """What a `slice_scatter` writes: the source, and dimension, start and end of the part."""
+    whole, source, dim, start, end = (*arguments(node), *(0, None, None)[len(node.args) - 2 :])[:5]
+    size = value_of(whole).shape[dim]
+    return source, dim % value_of(whole).dim(), start or 0, size if end is None else min(end, size)
 
 
 def _add(graph: Graph, like: Node, target: torch._ops.OpOverload, *args: object) -> Node:
