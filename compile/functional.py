@@ -2,7 +2,7 @@
 
 What an exported graph reads after `x.div_(2)` is the node of `div_` itself, so that only has to
 become `div`. A part that is written, `x[..., :4].copy_(y)`, is another matter: what reads `x` later
-has to read a value in which the part is replaced.
+has to read a value in which the part is another.
 """
 
 import operator
@@ -37,47 +37,59 @@ def make_functional(graph: Graph) -> None:
         changed = node.args[0] if node.args else None
         if not isinstance(changed, Node):
             raise _refusal(node)
-        if node.target is _ATEN.copy_.default and changed.target is _ATEN.slice.Tensor:
-            _write_part(graph, node, changed)
+        part = changed if changed.target is _ATEN.slice.Tensor else None
+        if node.target is _ATEN.copy_.default and part is not None:
+            _write_part(graph, node, part, arguments(node)[1])
+            graph.erase_node(node)
+        elif part is not None and len(arguments(part)[0].users) > 1:
+            _give_result(node)
+            _write_part(graph, node, part, node)
         else:
-            _give_result(node, changed)
+            _check_alone(node, changed)
+            _give_result(node)
     for node in list(graph.nodes):
         if node.target is _ATEN.slice_scatter.default:
             _join_parts(graph, node)
     graph.eliminate_dead_code()
 
 
-def _give_result(node: Node, changed: Node) -> None:
-    """`div_` becomes `div`, unless its operand is a part of a value that others read too."""
+def _give_result(node: Node) -> None:
+    """`div_` becomes `div`."""
     assert isinstance(node.target, torch._ops.OpOverload)
     name = node.target._schema.name.removeprefix("aten::")
     packet = getattr(_ATEN, name.removesuffix("_"), None)
     if packet is None or not name.endswith("_"):
         raise _refusal(node)
+    node.target = getattr(packet, node.target._schema.overload_name or "default")
+
+
+def _check_alone(node: Node, changed: Node) -> None:
+    """What is changed must not be a part of a value that others read too."""
     while changed.op == "call_function" and changed.target in _PARTS:
         changed = changed.all_input_nodes[0]
         if len(changed.users) > 1:
             raise _refusal(node)
-    node.target = getattr(packet, node.target._schema.overload_name or "default")
 
 
-def _write_part(graph: Graph, node: Node, part: Node) -> None:
-    """`copy_` into a slice becomes `slice_scatter` on the whole, for all that comes after."""
+def _write_part(graph: Graph, node: Node, part: Node, source: Node) -> None:
+    """What reads the whole of `part` after `node` reads one in which `source` is written there."""
     whole, *where = arguments(part)
     earlier = _before(graph, node)
     others = [user for user in whole.users if user is not part and user in earlier]
-    if node.users or any(o.target in _PARTS and o.users.keys() - earlier for o in others):
+    if any(o.target in _PARTS and o.users.keys() - earlier for o in others):
         raise _refusal(node)
-    source: Node = arguments(node)[1]
-    with graph.inserting_before(node):
-        if value_of(source).shape != value_of(part).shape:
-            shape = list(value_of(part).shape)
-            source = _add(graph, node, _ATEN.expand.default, source, shape)
+    if node is not source and node.users:
+        raise _refusal(node)
+    with graph.inserting_after(node):
         written = _add(graph, node, _ATEN.slice_scatter.default, whole, source, *where)
+    if value_of(source).shape != value_of(part).shape:
+        with graph.inserting_before(written):
+            shape = list(value_of(part).shape)
+            wide = _add(graph, node, _ATEN.expand.default, source, shape)
+        written.replace_input_with(source, wide)
     for user in list(whole.users):
         if user not in earlier and user is not written:
             user.replace_input_with(whole, written)
-    graph.erase_node(node)
 
 
 def _join_parts(graph: Graph, last: Node) -> None:
