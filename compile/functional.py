@@ -120,8 +120,8 @@ def _written(node: Node) -> tuple[Node, int, int, int]:
 
 def _add(graph: Graph, like: Node, target: torch._ops.OpOverload, *args: object) -> Node:
     added = graph.call_function(target, args)  # type: ignore[arg-type]
-    added.meta = dict(like.meta)
-    added.meta["val"] = target(*torch.fx.node.map_arg(args, value_of))
+    value = target(*torch.fx.node.map_arg(args, value_of))
+    added.meta = {"val": value, "nn_module_stack": like.meta.get("nn_module_stack")}
     return added
 
 
