@@ -77,10 +77,11 @@ class Drafter:
         """A value's row; UserError for a type that no kernel or island handles."""
         tensor = self.model.fx[name].meta["val"]
         dtypes = {torch.float32: "f32", torch.int64: "i64"}
-        if tensor.dtype not in dtypes:
+        kind = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        if kind not in dtypes:
             node = self.table[name]
             raise UserError(
-                f"node {name} of module '{node.module}' passes {tensor.dtype} between kernels; "
+                f"node {name} of module '{node.module}' passes {kind} between kernels; "
                 "only float32 and int64 can"
             )
         return Value(name, int(tensor.numel()), dtypes[tensor.dtype])
