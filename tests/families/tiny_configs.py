@@ -72,6 +72,7 @@ _OF_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"kv_n_heads": _KV_HEADS, "rope_theta": 10000.0}},
     "mamba2": {"num_heads": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
 }
 
