@@ -50,7 +50,8 @@ class ConstantValues:
 
     def _moved(self, args: tuple[object, ...]) -> tuple[object, ...]:
         """The slice that takes the last of a table of all keys takes the one that is meant."""
-        table, dim, start, end, step = (*args, *(0, None, None, 1)[len(args) - 1 :])
+        defaults: tuple[object, ...] = (0, None, None, 1)
+        table, dim, start, end, step = [*args, *defaults[len(args) - 1 :]]
         assert isinstance(table, torch.Tensor) and isinstance(dim, int)
         size = table.shape[dim]
         if step != 1 or not isinstance(start, int) or size < 2:

@@ -216,7 +216,7 @@ def _model_class(settings: Any, architectures: Any) -> tuple[Any, Any]:
             f"model type '{settings.model_type}' has no causal language model in transformers; "
             "only such models run here"
         )
-    kind = found[0] if isinstance(found, tuple) else found
+    kind: Any = found[0] if isinstance(found, tuple) else found
     if isinstance(settings, kind.config_class):
         return kind, settings
     return kind, settings.get_text_config()

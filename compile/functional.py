@@ -6,6 +6,7 @@ has to read a value in which the part is another.
 """
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -118,8 +119,8 @@ def _written(node: Node) -> tuple[Node, int, int, int]:
     return source, dim % value_of(whole).dim(), start or 0, size if end is None else min(end, size)
 
 
-def _add(graph: Graph, like: Node, target: torch._ops.OpOverload, *args: object) -> Node:
-    added = graph.call_function(target, args)  # type: ignore[arg-type]
+def _add(graph: Graph, like: Node, target: torch._ops.OpOverload, *args: Any) -> Node:
+    added = graph.call_function(target, args)
     value = target(*torch.fx.node.map_arg(args, value_of))
     added.meta = {"val": value, "nn_module_stack": like.meta.get("nn_module_stack")}
     return added

@@ -95,8 +95,9 @@ def _subgraph(island: Island, model: ExportedModel, table: Mapping[str, GraphNod
 def _decomposed(module: GraphModule, island: Island, model: ExportedModel) -> GraphModule:
     """The same with every operation that PyTorch has simpler ones for replaced by those."""
     inputs = [model.fx[name].meta["val"] for name in island.inputs]
+    simpler: Any = core_aten_decompositions()
     with inputs[0].fake_mode if inputs else FakeTensorMode():
-        return make_fx(module, decomposition_table=core_aten_decompositions())(*inputs)
+        return make_fx(module, decomposition_table=simpler)(*inputs)
 
 
 def _is_tanh_gelu(node: Node) -> bool:

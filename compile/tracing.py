@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from buddy_pipeline.partition.errors import UserError
 
 
-class GraphOfOneToken(TorchFunctionMode):  # type: ignore[misc]
+class GraphOfOneToken(TorchFunctionMode):
     """Calls that a graph of one token cannot hold as they are.
 
     `arange` from a position that is a tensor, one token far, is that position. A number made a
@@ -39,7 +39,7 @@ def _as_slice(index: Any) -> Any:
     return index
 
 
-class TracingCache(Cache):  # type: ignore[misc]  # transformers is untyped here
+class TracingCache(Cache):
     """One token's keys and values go through unchanged.
 
     position: what `get_seq_length` says, 0 for models that are given positions anyway.
@@ -84,7 +84,7 @@ class TracingCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._refuse(layer_idx, "a convolution over tokens")
 
     def update_conv_state(
-        self, states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> NoReturn:
         """As `get_conv_state`."""
         self._refuse(layer_idx, "a convolution over tokens")
@@ -94,7 +94,7 @@ class TracingCache(Cache):  # type: ignore[misc]  # transformers is untyped here
         self._refuse(layer_idx, "a recurrent state")
 
     def update_recurrent_state(
-        self, states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> NoReturn:
         """As `get_recurrent_state`."""
         self._refuse(layer_idx, "a recurrent state")

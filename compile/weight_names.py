@@ -1,11 +1,10 @@
 """What files call a model's parameters: transformers renames some while it loads them."""
 
 from collections.abc import Callable
+from typing import Any
 
-import torch
 
-
-def names_in_files(model: torch.nn.Module) -> Callable[[str], str]:
+def names_in_files(model: Any) -> Callable[[str], str]:
     """A function from a parameter's name in the model to its name in a checkpoint.
 
     Where loading does more than rename (it stacks experts, say) the name stays as it is.

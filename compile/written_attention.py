@@ -7,6 +7,7 @@ anything else is refused, because the kernel would compute something else than t
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -194,10 +195,10 @@ def _fold(
     given = [scores.query, scores.key, values]
     stack = end.meta.get("nn_module_stack")
 
-    def add(target: object, *args: object) -> Node:
-        node = graph.call_function(target, args)  # type: ignore[arg-type]
+    def add(target: Any, *args: Any) -> Node:
+        node = graph.call_function(target, args)
         plain = torch.fx.node.map_arg(args, value_of)
-        node.meta = {"val": target(*plain), "nn_module_stack": stack}  # type: ignore[operator]
+        node.meta = {"val": target(*plain), "nn_module_stack": stack}
         return node
 
     slopes = None

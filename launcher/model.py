@@ -187,8 +187,9 @@ def _layers(config: dict[str, Any]) -> int:
 def first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
     """The first of these entries that is a positive whole number, in the configuration or in that
     of its language model, which those of several media have apart."""
-    for part in (config, config.get("text_config")):
-        for name in names if isinstance(part, dict) else ():
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, dict) else {}):
+        for name in names:
             value = part.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
