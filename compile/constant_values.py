@@ -1,6 +1,7 @@
 """Values of a graph's constant parts, also as they would be for a key before the token."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ class ConstantValues:
             return torch.from_numpy(np.array(self._buffers[node.name]))
         if node.op != "call_function":
             raise NotConstant(node.name)
+        args: Any
+        kwargs: Any
         args, kwargs = torch.fx.node.map_aggregate(
             torch.fx.node.map_arg((node.args, dict(node.kwargs)), self.value),
             lambda item: torch.device("cpu") if isinstance(item, torch.device) else item,

@@ -14,7 +14,10 @@ _END = "<!-- end of families -->\n"
 #: What a reason comes to in the table: the first pattern that is found in it.
 _GROUPS = [
     (r"grouped_mm|topk", "a router to experts is torch-mlir's, which cannot import it"),
-    (r"convolution over|recurrent state|carries from token", "layers carry a state between tokens"),
+    (
+        r"convolution over|recurrent state|carries|TracingCache",
+        "layers carry a state between tokens",
+    ),
     (r"an indexer", "an indexer chooses the keys that attention sees"),
     (r"layers are interleaved", "layers run several times, which no cut between layers allows"),
     (r"only models with one list of layers", "layers lie in several lists"),
