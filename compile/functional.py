@@ -67,9 +67,12 @@ def _give_result(node: Node) -> None:
 def _check_alone(node: Node, changed: Node) -> None:
     """What is changed must not be a part of a value that others read too."""
     while changed.op == "call_function" and changed.target in _PARTS:
-        changed = changed.all_input_nodes[0]
-        if len(changed.users) > 1:
+        source = changed.all_input_nodes[0]
+        if changed.target is operator.getitem and source.target not in _PARTS:
+            return  # one of several results, such as those of `topk`
+        if len(source.users) > 1:
             raise _refusal(node)
+        changed = source
 
 
 def _write_part(graph: Graph, node: Node, part: Node, source: Node) -> None:

@@ -1,11 +1,15 @@
 """Operations in place, made operations with a result or refused."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 from buddy_pipeline.compile.functional import make_functional
 from buddy_pipeline.partition.errors import UserError
 from tests.compile.test_fx_nodes import graph_of
+
+Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def in_place(x: torch.Tensor) -> torch.Tensor:
@@ -22,6 +26,12 @@ def part_in_place(x: torch.Tensor) -> torch.Tensor:
     return y
 
 
+def result_in_place(x: torch.Tensor) -> torch.Tensor:
+    values, places = torch.topk(x, 2)
+    values /= values.sum()
+    return values * places
+
+
 def column_in_place(x: torch.Tensor) -> torch.Tensor:
     y = x + 1
     column = y[:, 1]
@@ -36,15 +46,16 @@ def written_parts(x: torch.Tensor) -> torch.Tensor:
     return y + 1
 
 
-def test_operations_in_place_get_results() -> None:
+@pytest.mark.parametrize("function", [in_place, result_in_place])
+def test_operations_in_place_get_results(function: Function) -> None:
     x = torch.arange(4.0).reshape(1, 4)
-    graph = graph_of(in_place, x)
+    graph = graph_of(function, x)
     make_functional(graph)
     targets = [str(node.target) for node in graph.nodes]
     assert "aten.div.Tensor" in targets and "aten.mul.Tensor" in targets
     assert not [target for target in targets if "_.Tensor" in target]
     (result,) = torch.fx.GraphModule(torch.nn.Module(), graph)(x)
-    torch.testing.assert_close(result, in_place(x))
+    torch.testing.assert_close(result, function(x))
 
 
 def test_a_part_changed_in_place_changes_the_whole() -> None:
