@@ -22,6 +22,7 @@ from buddy_pipeline.compile.fx_nodes import (
     is_identity,
     module_path,
     product_as_linear,
+    share_position_values,
     simplify_count,
 )
 from buddy_pipeline.compile.tracing import GraphOfOneToken, TracingCache
@@ -104,6 +105,7 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     for node in graph.nodes:
         simplify_count(node)
         product_as_linear(node, parameters)
+    share_position_values(graph, constants)
     graph.eliminate_dead_code()
     fx = {node.name: node for node in graph.nodes}
     nodes = [graph_node(node, parameters, constants) for node in graph.nodes]

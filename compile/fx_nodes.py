@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from buddy_pipeline.partition.graph import GraphNode, NodeKind
 
@@ -35,6 +35,22 @@ def simplify_count(node: Node) -> None:
     if value_of(node).shape[dim] == 1:
         node.target = torch.ops.aten._to_copy.default
         node.args, node.kwargs = (numbers,), {"dtype": value_of(node).dtype}
+
+
+def share_position_values(graph: Graph, constants: dict[str, np.ndarray]) -> None:
+    """Leaves one of the nodes that compute the same of the position, as when every layer scales its
+    queries by it; they run together, before all layers."""
+    free: set[Node] = set()
+    known: dict[str, Node] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if node.name == "positions" or node.name in constants:
+                free.add(node)
+        elif node.op == "call_function" and free.issuperset(node.all_input_nodes):
+            free.add(node)
+            first = known.setdefault(f"{node.target} {node.args!r} {node.kwargs!r}", node)
+            if first is not node:
+                node.replace_all_uses_with(first)
 
 
 def product_as_linear(node: Node, parameters: dict[str, tuple[str, ...]]) -> None:

@@ -61,3 +61,8 @@ def test_attention_in_chunks_is_refused() -> None:
 def test_weights_have_the_names_that_files_give_them_too() -> None:
     model = export_model(tiny_config("gpt_neox").to_dict())
     assert ("lm_head.weight", "embed_out.weight") in model.parameters.values()
+
+
+def test_what_layers_compute_of_the_position_is_computed_once() -> None:
+    model = export_model(tiny_config("ministral3").to_dict())
+    assert len([node for node in model.nodes if node.op == "aten.log.default"]) == 1
