@@ -24,7 +24,7 @@ TIME_LIMIT_S = 240.0
 
 _MEDIA = "models of text and other media"
 _OUTSIDE = {
-    **dict.fromkeys(["fuyu", "git", "mllama", "phi4_multimodal"], _MEDIA),
+    **dict.fromkeys(["dots3_note", "fuyu", "git", "mllama", "phi4_multimodal"], _MEDIA),
     **dict.fromkeys(["moshi", "musicgen", "musicgen_melody"], "models of audio codes"),
     "blt": "a model of patches of bytes",
     "gemma4_assistant": "a head that drafts for another model",

@@ -21,6 +21,8 @@ _GROUPS = [
     (r"an indexer", "an indexer chooses the keys that attention sees"),
     (r"layers are interleaved", "layers run several times, which no cut between layers allows"),
     (r"only models with one list of layers", "layers lie in several lists"),
+    (r"GuardOnDataDependent", "steps that depend on values"),
+    (r"complex64", "complex numbers"),
     (r"no bp\.attention", "no layer attends"),
     (r"(uses|with) (position_bias|sinks)", "attention with a bias of the model's own"),
     (r"computes with its mask|mask of its own", "the model makes its own mask"),

@@ -70,7 +70,7 @@ _OF_FAMILIES: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {
         "rope_parameters": {"full_attention": _ROTARY, "sliding_attention": _ROTARY}
     },
-    "dbrx": {"attn_config": {"kv_n_heads": _KV_HEADS, "rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"kv_n_heads": _KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "mamba2": {"num_heads": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
