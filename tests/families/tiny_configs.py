@@ -72,6 +72,7 @@ _OF_FAMILIES: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"kv_n_heads": _KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "mamba2": {"num_heads": 8},
+    "reformer": {"axial_pos_embds": False},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
 }

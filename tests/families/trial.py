@@ -96,7 +96,7 @@ def _reference(config: Any, folder: Path, ids: np.ndarray) -> np.ndarray:
                 parameter.add_(0.3 * noise)  # around the neutral value of a norm or a bias
             else:
                 parameter.copy_(_SPREAD * noise)
-        logits = model(torch.as_tensor(ids)[None], use_cache=False).logits[0].numpy()
+        logits = model(torch.as_tensor(ids)[None], use_cache=False).logits[0].float().numpy()
     model.save_pretrained(folder)
     if not np.isfinite(logits).all() or np.abs(logits - logits[0]).max() == 0:
         raise ValueError("transformers' own logits are not finite, or the same for every token")
