@@ -23,6 +23,8 @@ _SOFTMAX = (_ATEN.softmax.int, _ATEN._softmax.default)
 _PRODUCTS = (_ATEN.matmul.default, _ATEN.bmm.default)
 _FACTORS = {_ATEN.mul.Tensor, _ATEN.mul.Scalar, _ATEN.div.Tensor, _ATEN.div.Scalar}
 _SUMS = {_ATEN.add.Tensor, _ATEN.add.Scalar}
+_BOUNDS = {_ATEN.max.other, _ATEN.maximum.default}
+_NEVER_REACHED = -1e30  # a lower bound of scores that only masks reach
 _CHOICES = {_ATEN.where.self, _ATEN.masked_fill.Scalar, _ATEN.masked_fill.Tensor}
 
 
@@ -75,6 +77,12 @@ class _Scores:
             return node.all_input_nodes[0]
         if node.target in _CHOICES:
             return self._chosen(node)
+        if node.target in _BOUNDS:
+            scores, bound = arguments(node)
+            least = self._constant(bound)
+            if least is None or float(least) > _NEVER_REACHED:
+                raise self._refused(node)
+            return scores
         if node.target in _FACTORS | _SUMS:
             left, right = arguments(node)[:2]
             if isinstance(left, Node) and self._constant(left) is not None:

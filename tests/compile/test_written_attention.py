@@ -42,7 +42,10 @@ def folded(change: Change) -> tuple[torch.fx.Node, dict[str, np.ndarray]]:
 
 
 def test_factors_become_the_scale() -> None:
-    node, slopes = folded(lambda scores: scores / math.sqrt(4) * 3 + 0.5)
+    lowest = torch.finfo(torch.float32).min
+    node, slopes = folded(
+        lambda scores: torch.max(scores / math.sqrt(4) * 3 + 0.5, torch.full((), lowest))
+    )
     assert arguments(node)[5] == pytest.approx(1.5)
     assert not slopes
 

@@ -73,6 +73,10 @@ _OF_FAMILIES: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"kv_n_heads": _KV_HEADS, "rope_theta": 10000.0, "clip_qkv": 8.0}},
     "mamba2": {"num_heads": 8},
     "reformer": {"axial_pos_embds": False},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * (LAYERS // 2)},
+    "zaya": {"num_experts_per_tok": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * (LAYERS // 2)},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
 }
