@@ -18,6 +18,7 @@ from torch.fx import Node
 from buddy_pipeline.compile.attention_op import attention_of, plain_masks
 from buddy_pipeline.compile.functional import make_functional
 from buddy_pipeline.compile.fx_nodes import (
+    check_sizes,
     graph_node,
     is_identity,
     module_path,
@@ -107,6 +108,8 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
         product_as_linear(node, parameters)
     share_position_values(graph, constants)
     graph.eliminate_dead_code()
+    for node in graph.nodes:
+        check_sizes(node)
     fx = {node.name: node for node in graph.nodes}
     nodes = [graph_node(node, parameters, constants) for node in graph.nodes]
     used = {name for node in nodes for name in node.inputs}
@@ -188,14 +191,13 @@ def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarra
             ).eval()
         except Exception as error:
             raise UserError(_unusable(model_type, error)) from error
-    buffers = {
-        name: buffer.detach().cpu().numpy()
-        for name, buffer in model.named_buffers()
-        if not buffer.is_meta
-    }
+    buffers = {name: b.detach().cpu() for name, b in model.named_buffers() if not b.is_meta}
+    for name, buffer in buffers.items():
+        if buffer.dtype is torch.bfloat16:
+            raise UserError(f"buffer '{name}' of the model is of bfloat16, which has no kernel yet")
     model.to("meta")
     model.tie_weights()  # moving the parameters has untied them
-    return model, buffers
+    return model, {name: buffer.numpy() for name, buffer in buffers.items()}
 
 
 def _model_class(settings: Any, architectures: Any) -> tuple[Any, Any]:

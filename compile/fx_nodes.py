@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch.fx import Graph, Node
 
+from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph import GraphNode, NodeKind
 
 
@@ -24,6 +25,16 @@ def module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path: str = list(stack.values())[-1][0] if stack else ""
     return path.removeprefix("model").removeprefix(".")
+
+
+def check_sizes(node: Node) -> None:
+    """Raises UserError for a tensor whose size is only known when the model runs."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and not all(isinstance(size, int) for size in value.shape):
+        raise UserError(
+            f"node {node.name} of module '{module_path(node)}' has a size that depends on values, "
+            "which has no kernel yet"
+        )
 
 
 def simplify_count(node: Node) -> None:

@@ -9,6 +9,7 @@ from tests.families.trial import Outcome, Status
 
 README = Path(__file__).parents[2] / "README.md"
 _BEGIN = "<!-- families: written by scripts/families -->\n"
+_LONGEST = 160  # characters of a reason
 _END = "<!-- end of families -->\n"
 
 #: What a reason comes to in the table: the first pattern that is found in it.
@@ -21,9 +22,12 @@ _GROUPS = [
     (r"an indexer", "an indexer chooses the keys that attention sees"),
     (r"layers are interleaved", "layers run several times, which no cut between layers allows"),
     (r"only models with one list of layers", "layers lie in several lists"),
-    (r"GuardOnDataDependent", "steps that depend on values"),
+    (r"GuardOnDataDependent|depends on values", "steps or sizes that depend on values"),
+    (r"'NoneType'|tie_weights_keys", "transformers cannot build our tiny one"),
+    (r"names no number of layers", "config.json names no number of layers"),
     (r"complex64", "complex numbers"),
-    (r"no bp\.attention", "no layer attends"),
+    (r"no bp\.attention|neither positions nor a cache", "no layer attends, or not to a cache"),
+    (r"of bfloat16", "a constant of the model is of bfloat16"),
     (r"(uses|with) (position_bias|sinks)", "attention with a bias of the model's own"),
     (r"computes with its mask|mask of its own", "the model makes its own mask"),
     (r"cut into chunks", "attention is cut into chunks of the sequence"),
@@ -61,4 +65,4 @@ def _group(outcome: Outcome) -> str:
     for pattern, text in _GROUPS:
         if re.search(pattern, outcome.reason):
             return text
-    return outcome.reason.replace("|", "\\|")
+    return outcome.reason.replace("|", "\\|")[:_LONGEST]
