@@ -59,6 +59,8 @@ def share_position_values(graph: Graph, constants: dict[str, np.ndarray]) -> Non
                 free.add(node)
         elif node.op == "call_function" and free.issuperset(node.all_input_nodes):
             free.add(node)
+            if is_view(node) or not node.all_input_nodes:
+                continue  # costs nothing, and its place in the graph keeps layers alike
             first = known.setdefault(f"{node.target} {node.args!r} {node.kwargs!r}", node)
             if first is not node:
                 node.replace_all_uses_with(first)
