@@ -16,7 +16,7 @@ from typing import Any
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
 from buddy_pipeline.compile.manifest import Plan
-from buddy_pipeline.compile.source import INDEX
+from buddy_pipeline.compile.source import INDEX, is_whole
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.compile.versions import installed, plan_key, still_current
@@ -33,7 +33,12 @@ TIME_LIMIT = 600.0
 
 class CompileError(Exception):
     """The compiler failed on something that is not the user's mistake; one line, names the
-    fragment and where its MLIR is."""
+    fragment and where its MLIR is.
+
+    `key` is the object's, where it was one that failed.
+    """
+
+    key: str | None = None
 
 
 @dataclass(frozen=True)
@@ -68,17 +73,21 @@ def ensure_plan(
     target: Target,
     cache: Cache,
     granularity: Granularity = COARSE_TEMPLATES,
+    *,
+    with_mlir: bool = False,
 ) -> tuple[Plan, PlanTimes]:
     """The model's plan, from the cache or newly made, and what it took to make.
 
-    Raises UserError when the model cannot be planned or the compilers are not installed.
+    The cache then has the object or the MLIR of each of its objects; `with_mlir` asks for the MLIR
+    of all, and the graph. Raises UserError when the model cannot be planned or the compilers are
+    not installed.
     """
     key = plan_key(config, variant, target, granularity)
-    plan = _read_plan(cache, key)
+    plan = _read_plan(cache, key, with_mlir)
     if plan is not None:
         return plan, PlanTimes()
     with cache.lock(f"plan-{key}"):
-        plan = _read_plan(cache, key)  # another rank may have made it meanwhile
+        plan = _read_plan(cache, key, with_mlir)  # another rank may have made it meanwhile
         if plan is not None:
             return plan, PlanTimes()
         started = time.perf_counter()
@@ -90,7 +99,7 @@ def ensure_plan(
         }
         with _Worker(cache, target) as worker:
             answer = worker.ask({**request, **asdict(granularity)}, "the model's graph")
-        plan = _read_plan(cache, key)
+        plan = _read_plan(cache, key, with_mlir)
         if plan is None:
             raise CompileError(f"the plan written to {cache.plan_path(key)} cannot be read back")
         total = time.perf_counter() - started
@@ -147,13 +156,17 @@ def _build(key: str, cache: Cache, workers: "_Workers", wait: bool) -> Built | N
         if cache.read_object(key) is not None:
             return Built(name, key, True, 0.0)
         folder = cache.source_folder(key)
-        answer = workers.mine().ask({"kind": "object", "key": key}, f"'{name}' ({folder})")
+        try:
+            answer = workers.mine().ask({"kind": "object", "key": key}, f"'{name}' ({folder})")
+        except CompileError as error:
+            error.key = key
+            raise
         return Built(name, key, False, answer["seconds"])
 
 
 def verify_split(plan: Plan, family: str, ranges: Sequence[range], cache: Cache) -> Report:
-    """The structural verifier's report on the graph of a plan from the cache, cut as the plan was
-    and dealt to ranks with these layers (index = rank)."""
+    """The structural verifier's report on the graph of a plan from the cache (`with_mlir`), cut as
+    the plan was and dealt to ranks with these layers (index = rank)."""
     nodes = graph_from_json(cache.graph_path(plan.key).read_text())
     partitions = partition_graph(nodes, layer_splitter(plan.strategy, family))
     by_rank = [
@@ -163,17 +176,19 @@ def verify_split(plan: Plan, family: str, ranges: Sequence[range], cache: Cache)
     return verify(nodes, by_rank)
 
 
-def _read_plan(cache: Cache, key: str) -> Plan | None:
-    """A plan from the cache if it is whole and made with what is installed."""
+def _read_plan(cache: Cache, key: str, with_mlir: bool) -> Plan | None:
+    """A plan from the cache if it is made with what is installed, and whole with all it needs."""
     text = cache.read_plan(key)
     if text is None:
         return None
     try:
         plan = Plan.from_json(text)
-    except ValueError:
+        if with_mlir:
+            graph_from_json(cache.graph_path(key).read_text())
+    except (OSError, ValueError):
         return None
-    complete = cache.graph_path(key).exists() and all(
-        cache.read_object(k) is not None or (cache.source_folder(k) / INDEX).exists()
+    complete = all(
+        (not with_mlir and cache.read_object(k) is not None) or is_whole(cache.source_folder(k))
         for k in plan.objects(plan.partitions)
     )
     return plan if complete and still_current(plan.made_with) else None

@@ -63,9 +63,16 @@ def _table(path: Path) -> Table:
 
 def _manifest_file(path: Path) -> Table:
     try:
-        return _manifest_table(parse_manifest(json.loads(path.read_text())))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} {error}: run 'buddy-pipeline import' again") from None
+        return _manifest_table(parse_manifest(path.read_text()))
+    except json.JSONDecodeError:
+        why = "is no JSON"
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+    except ValueError as error:
+        why = str(error)
+    raise UserError(
+        f"{path} {why}: inspect shows a partition_manifest.json as 'buddy-pipeline import' wrote it"
+    )
 
 
 def _manifest_table(manifest: PartitionManifest) -> Table:

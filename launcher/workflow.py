@@ -23,6 +23,7 @@ from buddy_pipeline.compile.manifest import Plan
 from buddy_pipeline.compile.partition_manifest import PartitionManifest
 from buddy_pipeline.compile.service import (
     Built,
+    CompileError,
     PlanTimes,
     ensure_objects,
     ensure_plan,
@@ -79,7 +80,7 @@ def import_model(
 ) -> Imported:
     """The import stage."""
     plan, times = ensure_plan(
-        config.model, config.formats, config.target, cache, config.granularity
+        config.model, config.formats, config.target, cache, config.granularity, with_mlir=True
     )
     started = time.perf_counter()
     ranges = layer_ranges(plan.layers, settings.world, settings.split)
@@ -141,10 +142,25 @@ def compile_directory(
     jobs: int | None,
 ) -> list[Built]:
     """The compile stage: objects for all MLIR of the directory, edited by hand or not."""
+    plan = directory.read_plan()
     keys = current_keys(directory, manifest, config.target, cache)
+    edited = {
+        keys[entry.key]: directory.mlir / entry.name
+        for entry in manifest.objects
+        if keys[entry.key] != entry.key
+    }
+    for folder in edited.values():
+        print(f"  {folder} was edited: compiled as it is now")
     wanted = list(dict.fromkeys(keys.values()))
-    built = ensure_objects(wanted, config.target, cache, jobs or default_jobs())
-    write_objects(directory, manifest, directory.read_plan(), keys, cache)
+    try:
+        built = ensure_objects(wanted, config.target, cache, jobs or default_jobs())
+    except CompileError as error:
+        if error.key in edited:
+            raise UserError(
+                f"{edited[error.key]} was edited and does not compile: {error}"
+            ) from None
+        raise
+    write_objects(directory, manifest, plan, keys, cache)
     return built
 
 

@@ -130,7 +130,7 @@ def _stages(
 ) -> Row:
     target = host_target()
     started = time.perf_counter()
-    plan, times = ensure_plan(config, VARIANTS["f32"], target, cache, granularity)
+    plan, times = ensure_plan(config, VARIANTS["f32"], target, cache, granularity, with_mlir=True)
     planned = time.perf_counter()
     ranges = layer_ranges(plan.layers, world)
     faults = verify_split(plan, config["model_type"], ranges, cache).violations

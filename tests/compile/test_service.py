@@ -19,6 +19,7 @@ from buddy_pipeline.compile.service import (
     ensure_plan,
     missing_objects,
 )
+from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.partition.errors import UserError
@@ -36,10 +37,8 @@ def put_source(cache: Cache, name: str, body: str = "return") -> str:
     t = Text()
     with t.function(f"bp_{name}", []):
         t.line(body)
-    folder = cache.source_folder(f"key-{name}")
-    write_atomically(folder / f"{name}.mlir", str(t).encode())
-    index = {"name": name, "symbols": [f"bp_{name}"], "islands": []}
-    write_atomically(folder / "index.json", json.dumps(index).encode())
+    source = Source(name, (f"bp_{name}",), str(t))
+    source.write(cache.source_folder(f"key-{name}"), write_atomically)
     return f"key-{name}"
 
 
@@ -181,10 +180,35 @@ def test_a_plan_is_made_once_and_not_used_when_it_is_damaged(
     text = path.read_text()
     for damaged in (text[: len(text) // 2], "{}", text.replace(plan.driver, "0" * 32)):
         path.write_text(damaged)
-        assert service._read_plan(cache, plan.key) is None
+        assert service._read_plan(cache, plan.key, False) is None
     monkeypatch.setattr(service, "still_current", lambda made_with: False)
     path.write_text(text)
-    assert service._read_plan(cache, plan.key) is None
+    assert service._read_plan(cache, plan.key, False) is None
+
+
+def test_damaged_mlir_and_graphs_are_made_again(cache: Cache) -> None:
+    config, target = tiny_config("llama"), host_target()
+    plan, _ = ensure_plan(config, VARIANTS["f32"], target, cache)
+    with_object, without = plan.objects(plan.partitions)[:2]
+    cache.write_object(with_object, b"object")
+
+    def made_again(damaged: Path, with_mlir: bool) -> bool:
+        """Whether a file that is changed by one byte is written anew, and as it was."""
+        whole = damaged.read_bytes()
+        damaged.write_bytes(whole[:60] + b"?" + whole[61:])
+        _, times = ensure_plan(config, VARIANTS["f32"], target, cache, with_mlir=with_mlir)
+        again = times.total > 0
+        assert (damaged.read_bytes() == whole) == again
+        damaged.write_bytes(whole)
+        return again
+
+    (module,) = cache.source_folder(without).glob("*.mlir")
+    assert made_again(module, with_mlir=False)
+    (module,) = cache.source_folder(with_object).glob("*.mlir")
+    assert not made_again(module, with_mlir=False)
+    assert made_again(module, with_mlir=True)
+    assert not made_again(cache.graph_path(plan.key), with_mlir=False)
+    assert made_again(cache.graph_path(plan.key), with_mlir=True)
 
 
 def test_what_a_worker_calls_the_users_error_is_one(
