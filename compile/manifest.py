@@ -244,19 +244,7 @@ class Plan:
 
     def for_rank(self, layers: range, role: BlockRole) -> tuple[PartitionPlan, ...]:
         """The partitions that a rank with these layers and this role runs, in order."""
-        chosen = []
-        for partition in self.partitions:
-            if partition.unit == "positions":
-                wanted = True
-            elif partition.unit == "prelude":
-                wanted = role in (BlockRole.FIRST, BlockRole.SINGLE)
-            elif partition.unit == "postlude":
-                wanted = role in (BlockRole.LAST, BlockRole.SINGLE)
-            else:
-                wanted = int(partition.unit) in layers
-            if wanted:
-                chosen.append(partition)
-        return tuple(chosen)
+        return tuple(p for p in self.partitions if runs_unit(p.unit, layers, role))
 
     def crossing(self, boundary: int) -> tuple[Value, ...]:
         """The values that pass from the block ending before layer `boundary` to the next one."""
@@ -282,6 +270,17 @@ class Plan:
     def from_json(text: str) -> "Plan":
         """Reads `to_json`'s text; ValueError, saying why, for any other."""
         return _plan(unseal(FORMAT_VERSION, json.loads(text)))
+
+
+def runs_unit(unit: str, layers: range, role: BlockRole) -> bool:
+    """Whether a rank with these layers and this role runs a partition of this unit."""
+    if unit == "positions":
+        return True
+    if unit == "prelude":
+        return role in (BlockRole.FIRST, BlockRole.SINGLE)
+    if unit == "postlude":
+        return role in (BlockRole.LAST, BlockRole.SINGLE)
+    return int(unit) in layers
 
 
 def _position(unit: str, layers: int) -> int:

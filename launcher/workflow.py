@@ -19,21 +19,16 @@ from buddy_pipeline.compile.build_directory import (
 )
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.granularity import Granularity, Sharing
-from buddy_pipeline.compile.manifest import Plan
+from buddy_pipeline.compile.manifest import Plan, runs_unit
+from buddy_pipeline.compile.object_builder import Built, ObjectBuilder
 from buddy_pipeline.compile.partition_manifest import PartitionManifest
-from buddy_pipeline.compile.service import (
-    Built,
-    CompileError,
-    PlanTimes,
-    ensure_objects,
-    ensure_plan,
-    verify_split,
-)
+from buddy_pipeline.compile.service import Ahead, PlanTimes, ensure_plan, verify_split
+from buddy_pipeline.compile.worker_process import CompileError
 from buddy_pipeline.launcher.build_config import BuildConfig, load_config, resolve_config
 from buddy_pipeline.launcher.building import default_jobs
 from buddy_pipeline.launcher.settings import BuildSettings, ImportSettings, StageSettings
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.partition.layers import layer_ranges
+from buddy_pipeline.partition.layers import block_role, layer_ranges
 from buddy_pipeline.ranks.checkpoint import open_checkpoint
 from buddy_pipeline.ranks.weight_files import Exported, export_weights
 
@@ -76,20 +71,35 @@ def import_command(path: Path, stage: StageSettings, settings: ImportSettings) -
 
 
 def import_model(
-    directory: BuildDirectory, config: BuildConfig, cache: Cache, settings: ImportSettings
+    directory: BuildDirectory,
+    config: BuildConfig,
+    cache: Cache,
+    settings: ImportSettings,
+    builder: ObjectBuilder | None = None,
 ) -> Imported:
-    """The import stage."""
-    plan, times = ensure_plan(
-        config.model, config.formats, config.target, cache, config.granularity, with_mlir=True
-    )
-    started = time.perf_counter()
-    ranges = layer_ranges(plan.layers, settings.world, settings.split)
+    """The import stage; `builder` begins objects as soon as their MLIR is there."""
+    ranges = layer_ranges(config.layers, settings.world, settings.split)
     if settings.rank is not None and settings.rank >= settings.world:
         raise UserError(
             f"--rank {settings.rank} does not exist in a world of {settings.world}:"
             f" use a rank from 0 to {settings.world - 1}"
         )
     ranks = range(settings.world) if settings.rank is None else (settings.rank,)
+
+    def wanted(unit: str) -> bool:
+        roles = ((ranges[rank], block_role(rank, settings.world)) for rank in ranks)
+        return any(runs_unit(unit, layers, role) for layers, role in roles)
+
+    plan, times = ensure_plan(
+        config.model,
+        config.formats,
+        config.target,
+        cache,
+        config.granularity,
+        with_mlir=True,
+        ahead=None if builder is None else Ahead(builder, wanted),
+    )
+    started = time.perf_counter()
     share = Share.of(plan, ranges, ranks)
     directory.create()
     manifest = write_imported(directory, plan, cache, share, config.digest(), settings.full_mlir)
@@ -125,7 +135,8 @@ def compile_directory_command(
             f" {path}: run 'buddy-pipeline import' again"
         )
     started = time.perf_counter()
-    built = compile_directory(directory, manifest, config, cache, stage.jobs)
+    with ObjectBuilder(config.target, cache, stage.jobs or default_jobs()) as builder:
+        built = compile_directory(directory, manifest, config, cache, builder)
     seconds = time.perf_counter() - started
     _print_objects(built)
     print(_compiled_line(built, seconds))
@@ -139,7 +150,7 @@ def compile_directory(
     manifest: PartitionManifest,
     config: BuildConfig,
     cache: Cache,
-    jobs: int | None,
+    builder: ObjectBuilder,
 ) -> list[Built]:
     """The compile stage: objects for all MLIR of the directory, edited by hand or not."""
     plan = directory.read_plan()
@@ -153,7 +164,7 @@ def compile_directory(
         print(f"  {folder} was edited: compiled as it is now")
     wanted = list(dict.fromkeys(keys.values()))
     try:
-        built = ensure_objects(wanted, config.target, cache, jobs or default_jobs())
+        built = builder.finish(wanted)
     except CompileError as error:
         if error.key in edited:
             raise UserError(
@@ -176,7 +187,27 @@ def build_command(
     directory = BuildDirectory(stage.build_dir or Path("build") / Path(config.spec).stem)
     cache = Cache.open(stage.cache_dir)
     directory.create()
-    imported = import_model(directory, config, cache, imports)
+    with ObjectBuilder(config.target, cache, stage.jobs or default_jobs()) as builder:
+        stages, built = _build(directory, config, cache, imports, builder)
+    seconds = time.perf_counter() - started
+    print(f"  {seconds:.2f} s in all")
+    if time_report is not None:
+        _write_report(time_report, {**stages, "total": seconds}, built)
+    return 0
+
+
+def _build(
+    directory: BuildDirectory,
+    config: BuildConfig,
+    cache: Cache,
+    imports: ImportSettings,
+    builder: ObjectBuilder,
+) -> tuple[dict[str, float], list[Built]]:
+    """The stages after the configuration; their seconds, and the objects.
+
+    Objects are begun while the model is still being imported: `compile` is what is left after it.
+    """
+    imported = import_model(directory, config, cache, imports, builder)
     print(f"{directory.root}: {config.family}, {config.layers} layers, for {config.target.cpu}")
     print(f"  {_imported_line(imported)}")
     verified = time.perf_counter()
@@ -189,24 +220,20 @@ def build_command(
         f"  verified {report.compute_nodes} nodes in {report.partitions} partitions:"
         f" {compiling - verified:.2f} s"
     )
-    built = compile_directory(directory, imported.manifest, config, cache, stage.jobs)
+    built = compile_directory(directory, imported.manifest, config, cache, builder)
     now = time.perf_counter()
     print(f"  {_compiled_line(built, now - compiling)}")
-    print(f"  {now - started:.2f} s in all")
-    if time_report is not None:
-        times = imported.times
-        stages = {
-            "packages": times.packages,
-            "export": times.export,
-            "import": times.imports,
-            "files": imported.writing,
-            "weights": imported.weights.seconds if imported.weights else 0.0,
-            "verify": compiling - verified,
-            "compile": now - compiling,
-            "total": now - started,
-        }
-        _write_report(time_report, stages, built)
-    return 0
+    times = imported.times
+    stages = {
+        "packages": times.packages,
+        "export": times.export,
+        "import": times.imports,
+        "files": imported.writing,
+        "weights": imported.weights.seconds if imported.weights else 0.0,
+        "verify": compiling - verified,
+        "compile": now - compiling,
+    }
+    return stages, built
 
 
 def _with_sharing(config: BuildConfig, sharing: Sharing) -> BuildConfig:
