@@ -1,9 +1,9 @@
 """The compile worker: a child process that plans models and builds objects.
 
-It reads one JSON request a line on stdin and answers one JSON line on stdout, before which there may
-be lines with a `note`; everything else goes to stderr. The compilers live here because an internal
-error of theirs ends the process, and because their memory should go when compiling is done. With
-the argument `loaded` it loads what building objects needs before it is asked.
+It reads one JSON request a line on stdin and answers one JSON line on stdout, before which there
+may be lines with a `note`; everything else goes to stderr. The compilers live here because an
+internal error of theirs ends the process, and because their memory should go when compiling is
+done. With the argument `loaded` it loads what building objects needs before it is asked.
 """
 
 import json
