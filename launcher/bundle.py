@@ -28,12 +28,13 @@ from buddy_pipeline.compile.manifest import Parameter, Plan
 from buddy_pipeline.launcher.build_config import BuildConfig, config_of
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role, layer_ranges
+from buddy_pipeline.partition.sealed_json import seal, unseal
 from buddy_pipeline.ranks.checkpoint import Checkpoint, TokenizerSource, open_checkpoint
 from buddy_pipeline.ranks.packing import packed_bytes
 from buddy_pipeline.ranks.weight_files import map_file, parameter_key, parameter_places
 
 #: Raised whenever the meaning of a field or file changes.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _INDEX, _PLAN = "bundle.json", "plan.json"
 _TOKENIZER = "tokenizer/tokenizer.json"
 #: Weights start at pages, so that a map of one is a map of whole pages.
@@ -57,7 +58,6 @@ def write_bundle(
     objects = read_objects(directory, manifest, plan.objects(partitions))
     parameters = [p for partition in partitions for p in partition.parameters]
     index: dict[str, Any] = {
-        "format": FORMAT_VERSION,
         "rank": rank,
         "world": manifest.world,
         "split": list(manifest.split),
@@ -92,10 +92,12 @@ def write_bundle(
                 index["tokenizer"] = _describe_tokenizer(tokenizer)
                 if tokenizer.json_path is not None:
                     archive.write(tokenizer.json_path, _TOKENIZER)
-            archive.writestr(_INDEX, json.dumps(index))
+            archive.writestr(_INDEX, json.dumps(seal(FORMAT_VERSION, index)))
         temporary.replace(path)
     except OSError as error:
-        raise UserError(f"bundle {path} cannot be written ({error.strerror})") from error
+        raise UserError(
+            f"bundle {path} cannot be written ({error.strerror}): give another folder with --output"
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -108,19 +110,19 @@ class Bundle:
         self.path = path
         try:
             self._archive = zipfile.ZipFile(path)
-            index = json.loads(self._archive.read(_INDEX))
-            if index.get("format") != FORMAT_VERSION:
-                raise UserError(
-                    f"bundle {path} was packed by another version: run 'buddy-pipeline pack' again"
-                )
+            index = unseal(FORMAT_VERSION, json.loads(self._archive.read(_INDEX)))
             self.config = config_of(index["config"], f"bundle {path}")
             self.plan = Plan.from_json(self._archive.read(_PLAN).decode())
         except FileNotFoundError:
             raise UserError(
                 f"bundle {path} does not exist: run 'buddy-pipeline pack' for this world"
             ) from None
-        except (OSError, zipfile.BadZipFile, KeyError, ValueError, AttributeError) as error:
+        except (OSError, zipfile.BadZipFile, KeyError) as error:
             raise self._broken(error) from None
+        except ValueError as error:
+            raise UserError(
+                f"bundle {path}: what it says of itself {error}: run 'buddy-pipeline pack' again"
+            ) from None
         self.rank, self.world = int(index["rank"]), int(index["world"])
         self.split = tuple(int(size) for size in index["split"])
         self._index = index

@@ -11,6 +11,7 @@ from buddy_pipeline.compile.object_file import read_object_file
 from buddy_pipeline.compile.partition_manifest import PartitionManifest, parse_manifest
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.weight_files import MANIFEST as WEIGHTS_MANIFEST
+from buddy_pipeline.ranks.weight_files import read_weights_manifest
 
 
 @dataclass
@@ -128,16 +129,16 @@ def _object_table(path: Path) -> Table:
 
 
 def _weights_table(path: Path, only: str | None = None) -> Table:
-    try:
-        manifest = json.loads(path.read_text())
-        files = {n: f for n, f in manifest["files"].items() if only in (None, n)}
-        rows = [[name, len(f["parameters"]), f["bytes"]] for name, f in files.items()]
-        source = manifest["source"]
-        facts = {"made from": source["path"], "variant": source["variant"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    manifest = read_weights_manifest(path.parent)
+    if manifest is None:
         raise UserError(
-            f"{path} does not describe packed weights: run 'buddy-pipeline import' again"
-        ) from None
+            f"{path} is missing, of another version, or was changed after it was written:"
+            " run 'buddy-pipeline import' again"
+        )
+    files = {n: f for n, f in manifest["files"].items() if only in (None, n)}
+    rows = [[name, len(f["parameters"]), f["bytes"]] for name, f in files.items()]
+    source = manifest["source"]
+    facts = {"made from": source["path"], "variant": source["variant"]}
     return Table(facts, ("file", "parameters", "bytes"), rows, {**manifest, "files": files})
 
 

@@ -13,6 +13,7 @@ from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.settings import VerifySettings
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import layer_ranges
+from buddy_pipeline.partition.strategies import layer_splitter
 
 
 def verify_command(settings: VerifySettings) -> int:
@@ -20,6 +21,7 @@ def verify_command(settings: VerifySettings) -> int:
     is asked for, logits are what they should be."""
     if settings.report is not None:
         check_writable("--report", settings.report)
+    layer_splitter(settings.strategy, "")  # before anything is compiled
     model = replace(open_model(settings), granularity=Granularity(settings.strategy))
     ranges = layer_ranges(model.layers, settings.world, settings.split)
     cache = Cache.open(settings.cache_dir)

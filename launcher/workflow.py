@@ -17,7 +17,7 @@ from buddy_pipeline.compile.build_directory import (
     write_imported,
     write_objects,
 )
-from buddy_pipeline.compile.cache import Cache
+from buddy_pipeline.compile.cache import Cache, write_atomically
 from buddy_pipeline.compile.granularity import Granularity, Sharing
 from buddy_pipeline.compile.manifest import Plan, runs_unit
 from buddy_pipeline.compile.object_builder import Built, ObjectBuilder
@@ -26,6 +26,7 @@ from buddy_pipeline.compile.service import Ahead, PlanTimes, ensure_plan, verify
 from buddy_pipeline.compile.worker_process import CompileError
 from buddy_pipeline.launcher.build_config import BuildConfig, load_config, resolve_config
 from buddy_pipeline.launcher.building import default_jobs
+from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.settings import BuildSettings, ImportSettings, StageSettings
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role, layer_ranges
@@ -48,6 +49,8 @@ class Imported:
 def gen_config_command(settings: BuildSettings, output: Path) -> int:
     """Writes the resolved configuration."""
     config = resolve_config(settings)
+    if output.is_dir():
+        raise UserError(f"--output {output} is a folder: give a file in it, such as config.json")
     directory = BuildDirectory(output.parent)
     directory.create()
     directory.write(output, config.to_json().encode())
@@ -99,6 +102,11 @@ def import_model(
         with_mlir=True,
         ahead=None if builder is None else Ahead(builder, wanted),
     )
+    if plan.layers != config.layers:
+        raise UserError(
+            f"the configuration has {config.layers} layers, but its model's graph {plan.layers}:"
+            " run 'buddy-pipeline gen-config' again"
+        )
     started = time.perf_counter()
     share = Share.of(plan, ranges, ranks)
     directory.create()
@@ -122,6 +130,7 @@ def compile_directory_command(
     path: Path, stage: StageSettings, sharing: Sharing | None, time_report: Path | None
 ) -> int:
     """Compiles what an import has written; `sharing` imports anew if it was another."""
+    _check_report(time_report)
     config = load_config(path)
     directory = BuildDirectory(stage.build_dir or path.parent)
     cache = Cache.open(stage.cache_dir)
@@ -183,6 +192,7 @@ def build_command(
 ) -> int:
     """All stages: configuration, export, import, structural check, weights, compile."""
     started = time.perf_counter()
+    _check_report(time_report)
     config = resolve_config(settings)
     directory = BuildDirectory(stage.build_dir or Path("build") / Path(config.spec).stem)
     cache = Cache.open(stage.cache_dir)
@@ -287,13 +297,12 @@ def _compiled_line(built: Sequence[Built], seconds: float) -> str:
     return f"{fresh} objects built, {len(built) - fresh} from the cache: {seconds:.2f} s"
 
 
+def _check_report(path: Path | None) -> None:
+    if path is not None:
+        check_writable("--time-report", path)
+
+
 def _write_report(path: Path, stages: dict[str, float], built: Sequence[Built]) -> None:
     report = {"seconds": stages, "objects": [asdict(item) for item in built]}
-    try:
-        path.write_text(json.dumps(report, indent=1) + "\n")
-    except OSError as error:
-        raise UserError(
-            f"--time-report {path} cannot be written ({error.strerror}): give a file in a folder"
-            " that exists"
-        ) from None
+    write_atomically(path, (json.dumps(report, indent=1) + "\n").encode())
     print(f"  times in {path}", file=sys.stderr)
