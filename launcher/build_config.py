@@ -137,7 +137,7 @@ def config_of(data: Any, where: str) -> BuildConfig:
             formats=Variant(**data["formats"]),
             context=int(data["context"]),
             layers=int(data["layers"]),
-            granularity=Granularity(data["strategy"], Sharing(data["sharing"])),
+            granularity=Granularity(str(data["strategy"]), Sharing(data["sharing"])),
             target=Target(**data["target"]),
             model=dict(data["model"]),
         )

@@ -277,7 +277,7 @@ def test_a_damaged_manifest_is_one_line(
     ("change", "words"),
     [
         ({"format": 99}, "format 99"),
-        ({"strategy": None}, "split strategy None does not exist"),
+        ({"strategy": None}, "split strategy 'None' does not exist"),
         ({"strategy": "finer"}, "split strategy 'finer' does not exist"),
         ({"formats": {"name": "f32"}}, "is not complete"),
         ({"formats": {"name": "f32", "weights": "f33", "rest": "f32", "cache": "f32"}}, "'f33'"),
