@@ -6,6 +6,7 @@ internal error of theirs ends the process, and because their memory should go wh
 done. With the argument `loaded` it loads what building objects needs before it is asked.
 """
 
+import gc
 import json
 import os
 import resource
@@ -59,9 +60,9 @@ def main() -> None:
 
 def _load_object_compilers() -> None:
     from buddy_pipeline.compile.codegen import initialise
-    from buddy_pipeline.compile.lowering import load_mlir
+    from buddy_pipeline.compile.lowering import lower_kernel
 
-    load_mlir()
+    lower_kernel("module {}")
     initialise()
 
 
@@ -77,12 +78,16 @@ def _plan(cache: Cache, target: Target, request: dict[str, Any], note: Note) -> 
     """Plans a model; leaves its sources, its graph and then the plan in the cache. `note` gets a
     unit and the keys of its objects once their sources are there."""
     started = time.perf_counter()
+    gc.disable()  # nothing of what loading and tracing make goes before the process does
+    import torch
+
     from buddy_pipeline.compile.export import export_model
     from buddy_pipeline.compile.planner import make_plan
     from buddy_pipeline.compile.versions import compiler_versions
 
     key, config = request["key"], request["config"]
     granularity = Granularity(request["strategy"], Sharing(request["sharing"]))
+    torch.fx.config.do_not_emit_stack_traces = True  # a fifth of the time of tracing
     imported = time.perf_counter()
     model = export_model(config)
     exported = time.perf_counter()
