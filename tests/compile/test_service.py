@@ -230,9 +230,9 @@ def test_damaged_mlir_and_graphs_are_made_again(cache: Cache) -> None:
         damaged.write_bytes(whole)
         return again
 
-    (module,) = cache.source_folder(without).glob("*.mlir")
+    module = next(cache.source_folder(without).glob("*.mlir"))
     assert made_again(module, with_mlir=False)
-    (module,) = cache.source_folder(with_object).glob("*.mlir")
+    module = next(cache.source_folder(with_object).glob("*.mlir"))
     assert not made_again(module, with_mlir=False)
     assert made_again(module, with_mlir=True)
     assert not made_again(cache.graph_path(plan.key), with_mlir=False)
