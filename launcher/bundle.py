@@ -79,6 +79,9 @@ def write_bundle(
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    try:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
             for key, data in objects.items():
                 archive.writestr(f"objects/{key}.o", data)
@@ -95,11 +98,15 @@ def write_bundle(
             archive.writestr(_INDEX, json.dumps(seal(FORMAT_VERSION, index)))
         temporary.replace(path)
     except OSError as error:
-        raise UserError(
-            f"bundle {path} cannot be written ({error.strerror}): give another folder with --output"
-        ) from error
+        raise _unwritable(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"bundle {path} cannot be written ({error.strerror}): give another folder with --output"
+    )
 
 
 class Bundle:
@@ -161,6 +168,10 @@ class Bundle:
             write_atomically(described["json_path"], self._archive.read(_TOKENIZER))
         source = TokenizerSource(**{**described, "eos_ids": tuple(described["eos_ids"])})
         return Checkpoint(self.path, self.config.model, {}, source)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file inside."""
+        return {entry.filename: entry.file_size for entry in self._archive.infolist()}
 
     def digest(self) -> str:
         """A short name for what is inside."""

@@ -1,4 +1,4 @@
-"""The `inspect` command: what a build directory, an object or a weight file holds."""
+"""The `inspect` command: what a build directory, an object, a weight file or a bundle holds."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -59,6 +59,8 @@ def _table(path: Path) -> Table:
         return _weights_table(path.with_name(WEIGHTS_MANIFEST), only=path.name)
     elif path.suffix == ".o":
         return _object_table(path)
+    elif path.suffix == ".zip":
+        return _bundle_table(path)
     return _checkpoint_table(path)
 
 
@@ -140,6 +142,21 @@ def _weights_table(path: Path, only: str | None = None) -> Table:
     source = manifest["source"]
     facts = {"made from": source["path"], "variant": source["variant"]}
     return Table(facts, ("file", "parameters", "bytes"), rows, {**manifest, "files": files})
+
+
+def _bundle_table(path: Path) -> Table:
+    from buddy_pipeline.launcher.bundle import Bundle
+
+    bundle = Bundle(path)
+    config = bundle.config
+    facts = {
+        "rank": f"{bundle.rank} of {bundle.world}",
+        "layers by rank": ", ".join(map(str, bundle.split)),
+        "model": f"{config.family}, {config.layers} layers, {config.variant}",
+        "CPU": f"{config.target.cpu} ({config.target.triple})",
+    }
+    sizes = bundle.sizes()
+    return Table(facts, ("file", "bytes"), list(sizes.items()), {**facts, "files": sizes})
 
 
 def _checkpoint_table(path: Path) -> Table:

@@ -74,7 +74,7 @@ class Spec:
         """Capacities in tokens below the context that a sequence's KV memory grows through; empty
         to take the whole context at once, None for the program's own."""
         tiers = self.tiered_kv_cache
-        given = {"enabled": tiers} if isinstance(tiers, bool) else tiers
+        given: dict[str, Any] = {"enabled": tiers} if isinstance(tiers, bool) else tiers
         if not given.get("enabled", True):
             return ()
         sizes = given.get("cache_sizes") or self.cache_sizes or []

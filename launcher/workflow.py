@@ -49,11 +49,14 @@ class Imported:
 def gen_config_command(settings: BuildSettings, output: Path) -> int:
     """Writes the resolved configuration."""
     config = resolve_config(settings)
-    if output.is_dir():
-        raise UserError(f"--output {output} is a folder: give a file in it, such as config.json")
-    directory = BuildDirectory(output.parent)
-    directory.create()
-    directory.write(output, config.to_json().encode())
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(output, config.to_json().encode())
+    except OSError as error:
+        raise UserError(
+            f"--output {output} cannot be written ({error.strerror}): give a file in a folder,"
+            " such as build/config.json"
+        ) from None
     target = config.target
     print(
         f"{output}: {config.family}, {config.layers} layers, {config.variant},"

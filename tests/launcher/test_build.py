@@ -330,9 +330,14 @@ def test_wrong_options_of_gen_config(
     assert not project.config.exists()
 
 
-def test_a_configuration_is_a_file(project: Project, capsys: pytest.CaptureFixture[str]) -> None:
-    project.config = project.folder
-    assert "is a folder: give a file in it" in error(capsys, project.gen_config())
+def test_a_configuration_or_bundle_that_cannot_be_written_is_one_line(
+    project: Project, compiled: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (project.folder, project.spec / "config.json"):
+        project.config = path
+        assert f"--output {path} cannot be written" in error(capsys, project.gen_config())
+    pack = ("pack", "--build-dir", compiled.build, "-o", project.spec / "bundles")
+    assert "rank0-of-2.zip cannot be written" in error(capsys, project.run(*pack))
 
 
 def test_a_time_report_is_checked_before_anything_is_built(
@@ -457,6 +462,16 @@ def test_a_bundle_without_weights_is_small(compiled: Project, tmp_path: Path) ->
     assert compiled.run("pack", "--build-dir", compiled.build, "-o", tmp_path, "--no-weights") == 0
     names = zipfile.ZipFile(tmp_path / "rank0-of-2.zip").namelist()
     assert not [name for name in names if name.startswith(("weights", "tokenizer"))]
+
+
+def test_inspect_shows_a_bundle(
+    compiled: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compiled.run("pack", "--build-dir", compiled.build, "-o", tmp_path, "--no-weights") == 0
+    capsys.readouterr()
+    assert compiled.run("inspect", tmp_path / "rank1-of-2.zip") == 0
+    shown = capsys.readouterr().out
+    assert "rank: 1 of 2" in shown and host_target().cpu in shown and "plan.json" in shown
 
 
 def test_a_damaged_bundle_is_named(compiled: Project, tmp_path: Path) -> None:
