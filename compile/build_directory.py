@@ -293,7 +293,10 @@ def write_objects(
     keys: Mapping[str, str],
     cache: Cache,
 ) -> PartitionManifest:
-    """Copies compiled objects from the cache, then writes plan and manifest with their keys."""
+    """Copies compiled objects from the cache, then writes plan and manifest with their keys.
+
+    `plan` is what the directory has.
+    """
     objects = []
     for entry in manifest.objects:
         data = cache.read_object(keys[entry.key])
@@ -313,16 +316,20 @@ def write_objects(
                 bytes=len(data),
             )
         )
+    compiled = replace(manifest, objects=tuple(objects))
+    if any(key != imported for imported, key in keys.items()):
+        directory.write(directory.plan, _with_keys(plan, keys).to_json().encode())
+    directory.write(directory.manifest, compiled.to_json().encode())
+    return compiled
+
+
+def _with_keys(plan: Plan, keys: Mapping[str, str]) -> Plan:
+    """The plan with other objects in place of those whose MLIR was edited."""
     templates = {
         name: replace(template, objects=tuple(keys.get(k, k) for k in template.objects))
         for name, template in plan.templates.items()
     }
-    driver = keys.get(plan.driver, plan.driver)
-    compiled = replace(manifest, objects=tuple(objects))
-    plan = replace(plan, templates=templates, driver=driver)
-    directory.write(directory.plan, plan.to_json().encode())
-    directory.write(directory.manifest, compiled.to_json().encode())
-    return compiled
+    return replace(plan, templates=templates, driver=keys.get(plan.driver, plan.driver))
 
 
 def read_objects(
