@@ -13,7 +13,7 @@ from buddy_pipeline.compile.drafting import Drafted, Drafter
 from buddy_pipeline.compile.early_sources import driver_source
 from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.compile.granularity import Granularity, Sharing
-from buddy_pipeline.compile.islands import import_island
+from buddy_pipeline.compile.islands import Island, import_island
 from buddy_pipeline.compile.manifest import Constant, PartitionPlan, Plan, Template, Value
 from buddy_pipeline.compile.mlir_text import join_modules
 from buddy_pipeline.compile.source import Source
@@ -117,6 +117,7 @@ class _Code:
         self._sharing = sharing
         self._ready = ready
         self._whole: list[Source] = []
+        self._imported: dict[str, str] = {}  # an island's structure: its MLIR
 
     def add(self, source: Source) -> str:
         """Notes a source; returns its object's key."""
@@ -138,8 +139,10 @@ class _Code:
         ]
         self._announce(partition, libraries)
         islands = tuple(
-            (island_symbol(name, j), import_island(island, self._model, self._table))
-            for j, island in enumerate(drafted.islands)
+            (island_symbol(name, j), self._import(island, structure))
+            for j, (island, structure) in enumerate(
+                zip(drafted.islands, draft.islands, strict=True)
+            )
         )
         shown = f"{_kind(partition)}-{name[-6:]}" if shared else name
         source = Source(shown, (name,), emit_template(draft, name, self._target), islands)
@@ -159,6 +162,12 @@ class _Code:
             regions=tuple(_region_names(drafted)),
         )
         return name
+
+    def _import(self, island: Island, structure: str) -> str:
+        """An island's MLIR; islands of one structure have the same, and are imported once."""
+        if structure not in self._imported:
+            self._imported[structure] = import_island(island, self._model, self._table)
+        return self._imported[structure]
 
     def _announce(self, partition: Partition, keys: Sequence[str]) -> None:
         """Says which sources a partition's rank can build now."""
