@@ -1,11 +1,13 @@
 """FX nodes read: which are kernels, which only lay bytes out anew, which compute."""
 
+import operator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.fx import Node
 
+from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph import GraphNode, NodeKind
 
 
@@ -14,11 +16,45 @@ def graph_node(
 ) -> GraphNode:
     """An FX node as plain data."""
     inputs = tuple(source.name for source in node.all_input_nodes)
-    stack = node.meta.get("nn_module_stack") or {}
-    path = list(stack.values())[-1][0] if stack else ""
-    module = path.removeprefix("model").removeprefix(".")
     op = str(node.target) if node.op == "call_function" else ""
-    return GraphNode(node.name, op, inputs, module, node_kind(node, parameters, constants))
+    kind = node_kind(node, parameters, constants)
+    return GraphNode(node.name, op, inputs, module_path(node), kind)
+
+
+def module_path(node: Node) -> str:
+    """The innermost module whose code made the node, "model.layers.0.mlp"; "" for none."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path: str = list(stack.values())[-1][0] if stack else ""
+    return path.removeprefix("model").removeprefix(".")
+
+
+def make_functional(node: Node) -> None:
+    """Turns an operation that changes its operand, such as `div_`, into one with a result.
+
+    Later nodes read the changed value from the node itself, so that is all there is to do; unless
+    the operand is a part of another value. UserError then, and for what has no such counterpart.
+    """
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return
+    name, overload = schema.name.removeprefix("aten::"), schema.overload_name or "default"
+    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
+    changed = node.args[0] if node.args else None
+    if packet is None or not name.endswith("_") or not isinstance(changed, Node):
+        raise _not_functional(node)
+    base = changed
+    while base.op == "call_function" and base.target in _PARTS:
+        base = base.all_input_nodes[0]
+        if len(base.users) > 1:
+            raise _not_functional(node)
+    node.target = getattr(packet, overload)
+
+
+def _not_functional(node: Node) -> UserError:
+    return UserError(
+        f"node {node.name} of module '{module_path(node)}' changes a value in place with "
+        f"{node.target}, which has no kernel yet"
+    )
 
 
 def node_kind(
@@ -33,7 +69,8 @@ def node_kind(
         if node.name in constants:
             return NodeKind.CONSTANT
         return NodeKind.TOKENS if node.name == "ids" else NodeKind.POSITIONS
-    if is_attention(node) or linear_weight(node, parameters) or is_embedding(node, parameters):
+    is_op = is_attention(node) or is_expert_linear(node) or is_top_k(node)
+    if is_op or linear_weight(node, parameters) or is_embedding(node, parameters):
         return NodeKind.KERNEL
     if not node.all_input_nodes:
         return NodeKind.CONSTANT
@@ -43,6 +80,16 @@ def node_kind(
 def is_attention(node: Node) -> bool:
     """Whether the node is the attention op."""
     return node.target is torch.ops.bp.attention.default
+
+
+def is_expert_linear(node: Node) -> bool:
+    """Whether the node is the product of rows with the matrices of chosen experts."""
+    return node.target is torch.ops.bp.expert_linear.default
+
+
+def is_top_k(node: Node) -> bool:
+    """Whether the node finds the greatest elements of rows."""
+    return node.target is torch.ops.bp.top_k.default
 
 
 def is_embedding(node: Node, parameters: dict[str, tuple[str, ...]]) -> bool:
@@ -115,6 +162,17 @@ _LAYOUT_OPS = {
     torch.ops.aten.to.device,
     torch.ops.aten.to.dtype_layout,
     torch.ops.aten._to_copy.default,
+}
+#: Operations whose result shares memory with their operand, beside layout and permutation.
+_PARTS = {
+    torch.ops.aten.slice.Tensor,
+    torch.ops.aten.select.int,
+    torch.ops.aten.narrow.default,
+    torch.ops.aten.unbind.int,
+    torch.ops.aten.chunk.default,
+    torch.ops.aten.split.Tensor,
+    torch.ops.aten.split_with_sizes.default,
+    operator.getitem,
 }
 _PERMUTING_OPS = {
     torch.ops.aten.transpose.int,
