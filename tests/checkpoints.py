@@ -194,14 +194,17 @@ def tiny_checkpoint(
 def reference_logits(path: Path, ids: np.ndarray, new_tokens: int) -> Reference:
     """Run the checkpoint in `path` over `ids` [prompt] and `new_tokens` greedy steps.
 
-    Float32 and eager attention whatever the checkpoint's dtype, and no KV cache, so that neither
-    rounding nor a cache of transformers' own is part of the reference.
+    Float32, eager attention and experts whatever the checkpoint's dtype, and no KV cache, so that
+    neither rounding nor a cache or kernel of transformers' own is part of the reference.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
+        path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
     ).eval()
     sequence = torch.as_tensor(np.asarray(ids, dtype=np.int64))[None]
     with torch.no_grad():
