@@ -17,6 +17,7 @@ from torch.fx import Node
 from buddy_pipeline.compile.attention_op import register_attention
 from buddy_pipeline.compile.experts_op import register_experts
 from buddy_pipeline.compile.fx_nodes import graph_node, is_identity, make_functional
+from buddy_pipeline.compile.scatter import compare_places
 from buddy_pipeline.compile.top_k_op import split_top_k
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph import GraphNode, NodeKind
@@ -59,6 +60,7 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
         elif is_identity(node):
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
+    compare_places(graph)
     graph.eliminate_dead_code()
 
     aliases: dict[int, list[str]] = {}

@@ -1,0 +1,42 @@
+"""Scattering one number, as models mark what they have chosen: made a comparison of places.
+
+torch-mlir turns `aten.scatter` into an operation that upstream MLIR does not know.
+"""
+
+import torch
+from torch.fx import Graph, Node
+
+from buddy_pipeline.compile.fx_nodes import arguments, value_of
+
+_ATEN = torch.ops.aten
+
+
+def compare_places(graph: Graph) -> None:
+    """Replaces every `scatter` of a number along the last dimension by `where`: each place of the
+    result is compared with all that are written."""
+    for node in graph.find_nodes(op="call_function", target=_ATEN.scatter.value):
+        x, dim, places, number = arguments(node)
+        rank = value_of(x).dim()
+        # Of other dimensions the whole must be written.
+        whole = value_of(places).shape[:-1] == value_of(x).shape[:-1]
+        if dim in (-1, rank - 1) and whole and value_of(x).dtype == torch.float32:
+            _replace(graph, node, x, places, number)
+
+
+def _replace(graph: Graph, node: Node, x: Node, places: Node, number: float) -> None:
+    value = value_of(x)
+
+    def call(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> Node:
+        made = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+        own = torch.fx.node.map_arg(args, value_of)
+        made.meta = {**node.meta, "val": target(*own, **kwargs)}
+        return made
+
+    with graph.inserting_before(node), value.fake_mode:
+        numbers = call(_ATEN.arange.default, value.shape[-1], device=value.device)
+        each = call(_ATEN.unsqueeze.default, places, -1)
+        is_written = call(_ATEN.any.dim, call(_ATEN.eq.Tensor, each, numbers), -2)
+        filled = call(_ATEN.full_like.default, x, number)
+        result = call(_ATEN.where.self, is_written, filled, x)
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
