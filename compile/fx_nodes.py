@@ -226,6 +226,11 @@ def arguments(node: Node) -> tuple[Any, ...]:
     return node.args
 
 
+def module_of(node: Node) -> dict[str, Any]:
+    """The part of a node's meta data that says which module made it, for a node in its place."""
+    return {name: node.meta[name] for name in ("nn_module_stack",) if name in node.meta}
+
+
 def value_of(node: Node) -> torch.Tensor:
     """The meta tensor that stands for a node's value."""
     value: torch.Tensor = node.meta["val"]

@@ -3,10 +3,12 @@
 torch-mlir turns `aten.scatter` into an operation that upstream MLIR does not know.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch.fx import Graph, Node
 
-from buddy_pipeline.compile.fx_nodes import arguments, value_of
+from buddy_pipeline.compile.fx_nodes import arguments, module_of, value_of
 
 _ATEN = torch.ops.aten
 
@@ -29,14 +31,22 @@ def _replace(graph: Graph, node: Node, x: Node, places: Node, number: float) -> 
     def call(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> Node:
         made = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
         own = torch.fx.node.map_arg(args, value_of)
-        made.meta = {**node.meta, "val": target(*own, **kwargs)}
+        # Without the rest of the node's, such as a type in "tensor_meta".
+        made.meta = {**module_of(node), "val": target(*own, **kwargs)}
         return made
 
     with graph.inserting_before(node), value.fake_mode:
-        numbers = call(_ATEN.arange.default, value.shape[-1], device=value.device)
-        each = call(_ATEN.unsqueeze.default, places, -1)
-        is_written = call(_ATEN.any.dim, call(_ATEN.eq.Tensor, each, numbers), -2)
-        filled = call(_ATEN.full_like.default, x, number)
-        result = call(_ATEN.where.self, is_written, filled, x)
+        is_written = _is_written(call, places, value)
+        result = call(_ATEN.where.ScalarSelf, is_written, float(number), x)
     node.replace_all_uses_with(result)
     graph.erase_node(node)
+
+
+def _is_written(call: Callable[..., Node], places: Node, value: torch.Tensor) -> Node:
+    """For each element of the last dimension: whether it is one of the places."""
+    numbers = call(_ATEN.arange.default, value.shape[-1], device=value.device)
+    if value_of(places).shape[-1] == 1:
+        return call(_ATEN.eq.Tensor, places, numbers)
+    each = call(_ATEN.eq.Tensor, call(_ATEN.unsqueeze.default, places, -1), numbers)
+    hits = call(_ATEN._to_copy.default, each, dtype=torch.float32)
+    return call(_ATEN.gt.Scalar, call(_ATEN.amax.default, hits, [-2]), 0)

@@ -9,7 +9,7 @@ import operator
 import torch
 from torch.fx import Graph, Node
 
-from buddy_pipeline.compile.fx_nodes import arguments, value_of
+from buddy_pipeline.compile.fx_nodes import arguments, module_of, value_of
 
 
 @torch.library.custom_op("bp::top_k", mutates_args=())
@@ -40,7 +40,7 @@ def _split(graph: Graph, node: Node, x: Node, count: int) -> None:
 
     def call(target: torch._ops.OpOverload, args: tuple[object, ...], value: torch.Tensor) -> Node:
         made = graph.call_function(target, args)  # type: ignore[arg-type]
-        made.meta = {**node.meta, "val": value}
+        made.meta = {**module_of(node), "val": value}
         return made
 
     with graph.inserting_before(node):
