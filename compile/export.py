@@ -16,7 +16,8 @@ from torch.fx import Node
 
 from buddy_pipeline.compile.attention_op import register_attention
 from buddy_pipeline.compile.experts_op import register_experts
-from buddy_pipeline.compile.fx_nodes import graph_node, is_identity, make_functional
+from buddy_pipeline.compile.functional import make_functional
+from buddy_pipeline.compile.fx_nodes import graph_node, is_identity
 from buddy_pipeline.compile.scatter import compare_places
 from buddy_pipeline.compile.top_k_op import split_top_k
 from buddy_pipeline.partition.errors import UserError
@@ -53,8 +54,8 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     graph = program.graph_module.graph
     signature = program.graph_signature
     split_top_k(graph)
+    make_functional(graph)
     for node in list(graph.nodes):
-        make_functional(node)
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
         elif is_identity(node):

@@ -1,13 +1,11 @@
 """FX nodes read: which are kernels, which only lay bytes out anew, which compute."""
 
-import operator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.fx import Node
 
-from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph import GraphNode, NodeKind
 
 
@@ -26,35 +24,6 @@ def module_path(node: Node) -> str:
     stack = node.meta.get("nn_module_stack") or {}
     path: str = list(stack.values())[-1][0] if stack else ""
     return path.removeprefix("model").removeprefix(".")
-
-
-def make_functional(node: Node) -> None:
-    """Turns an operation that changes its operand, such as `div_`, into one with a result.
-
-    Later nodes read the changed value from the node itself, so that is all there is to do; unless
-    the operand is a part of another value. UserError then, and for what has no such counterpart.
-    """
-    schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
-        return
-    name, overload = schema.name.removeprefix("aten::"), schema.overload_name or "default"
-    packet = getattr(torch.ops.aten, name.removesuffix("_"), None)
-    changed = node.args[0] if node.args else None
-    if packet is None or not name.endswith("_") or not isinstance(changed, Node):
-        raise _not_functional(node)
-    base = changed
-    while base.op == "call_function" and base.target in _PARTS:
-        base = base.all_input_nodes[0]
-        if len(base.users) > 1:
-            raise _not_functional(node)
-    node.target = getattr(packet, overload)
-
-
-def _not_functional(node: Node) -> UserError:
-    return UserError(
-        f"node {node.name} of module '{module_path(node)}' changes a value in place with "
-        f"{node.target}, which has no kernel yet"
-    )
 
 
 def node_kind(
@@ -162,17 +131,6 @@ _LAYOUT_OPS = {
     torch.ops.aten.to.device,
     torch.ops.aten.to.dtype_layout,
     torch.ops.aten._to_copy.default,
-}
-#: Operations whose result shares memory with their operand, beside layout and permutation.
-_PARTS = {
-    torch.ops.aten.slice.Tensor,
-    torch.ops.aten.select.int,
-    torch.ops.aten.narrow.default,
-    torch.ops.aten.unbind.int,
-    torch.ops.aten.chunk.default,
-    torch.ops.aten.split.Tensor,
-    torch.ops.aten.split_with_sizes.default,
-    operator.getitem,
 }
 _PERMUTING_OPS = {
     torch.ops.aten.transpose.int,

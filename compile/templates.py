@@ -278,6 +278,10 @@ class _Writer:
         pointer = self._pointer(row.word)
         return self.t.gep(pointer, row.column, row.element) if row.column else pointer
 
+    def _optional(self, word: int | None) -> str:
+        """What a word holds, or a null pointer."""
+        return self.t.op("llvm.mlir.zero : !llvm.ptr") if word is None else self._pointer(word)
+
     def _i64(self, value: int) -> tuple[str, str]:
         return self.t.constant(value), "i64"
 
@@ -310,7 +314,7 @@ class _Writer:
             self._base(item.out),
             t.constant(item.out.stride),
             self._pointer(item.weight),
-            self._pointer_or_null(item.bias),
+            self._optional(item.bias),
             self.count,
             t.constant(item.depth),
             t.constant(item.panels),
@@ -320,9 +324,6 @@ class _Writer:
         ]
         symbol = linear.linear_name(weight_format(item.form))
         self._call(symbol, values, [kind for _, kind in linear.SIGNATURE])
-
-    def _pointer_or_null(self, word: int | None) -> str:
-        return self.t.op("llvm.mlir.zero : !llvm.ptr") if word is None else self._pointer(word)
 
     def _expert_linear(self, item: ExpertLinear) -> None:
         t, form = self.t, weight_format(item.form)
@@ -335,7 +336,7 @@ class _Writer:
             self._base(item.out),
             t.constant(item.out.stride),
             self._pointer(item.weight),
-            self._pointer_or_null(item.bias),
+            self._optional(item.bias),
             t.constant(panel_bytes(form, item.depth, self.target.panel)),
             self.count,
             t.constant(item.choices),
