@@ -6,6 +6,7 @@ has to read a value in which the part is another.
 """
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -66,9 +67,12 @@ def _give_result(node: Node) -> None:
 def _check_alone(node: Node, changed: Node) -> None:
     """What is changed must not be a part of a value that others read too."""
     while changed.op == "call_function" and changed.target in _PARTS:
-        changed = changed.all_input_nodes[0]
-        if len(changed.users) > 1:
+        source = changed.all_input_nodes[0]
+        if changed.target is operator.getitem and source.target not in _PARTS:
+            return  # one of several results, such as those of `topk`
+        if len(source.users) > 1:
             raise _refusal(node)
+        changed = source
 
 
 def _write_part(graph: Graph, node: Node, part: Node, source: Node) -> None:
@@ -118,8 +122,8 @@ def _written(node: Node) -> tuple[Node, int, int, int]:
     return source, dim % value_of(whole).dim(), start or 0, size if end is None else min(end, size)
 
 
-def _add(graph: Graph, like: Node, target: torch._ops.OpOverload, *args: object) -> Node:
-    added = graph.call_function(target, args)  # type: ignore[arg-type]
+def _add(graph: Graph, like: Node, target: torch._ops.OpOverload, *args: Any) -> Node:
+    added = graph.call_function(target, args)
     value = target(*torch.fx.node.map_arg(args, value_of))
     added.meta = {"val": value, "nn_module_stack": like.meta.get("nn_module_stack")}
     return added

@@ -4,6 +4,7 @@ torch-mlir turns `aten.scatter` into an operation that upstream MLIR does not kn
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
@@ -26,10 +27,10 @@ def compare_places(graph: Graph) -> None:
 
 
 def _replace(graph: Graph, node: Node, x: Node, places: Node, number: float) -> None:
-    value = value_of(x)
+    value: Any = value_of(x)  # a FakeTensor
 
-    def call(target: torch._ops.OpOverload, *args: object, **kwargs: object) -> Node:
-        made = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+    def call(target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Node:
+        made = graph.call_function(target, args, kwargs)
         own = torch.fx.node.map_arg(args, value_of)
         # Without the rest of the node's, such as a type in "tensor_meta".
         made.meta = {**module_of(node), "val": target(*own, **kwargs)}

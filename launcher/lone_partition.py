@@ -5,6 +5,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -181,5 +182,6 @@ def _read(path: Path) -> Values:
 
 def _npz(values: Mapping[str, np.ndarray]) -> bytes:
     buffer = io.BytesIO()
-    np.savez(buffer, **values)
+    arrays: dict[str, Any] = dict(values)
+    np.savez(buffer, **arrays)
     return buffer.getvalue()

@@ -11,7 +11,7 @@ from buddy_pipeline.partition.layers import BlockRole
 from buddy_pipeline.ranks.messages import Kind, SlotChange, StepBuffer
 from buddy_pipeline.ranks.stage import Stage, StageSizes
 
-_NUMPY = {"f32": np.dtype(np.float32), "i64": np.dtype(np.int64)}
+_NUMPY: dict[str, type] = {"f32": np.float32, "i64": np.int64}
 
 
 class LonePartition:
@@ -93,7 +93,7 @@ def _rows(values: Sequence[Value], payload: np.ndarray, tokens: int) -> list[np.
     views, at = [], 0
     for value in values:
         end = at + tokens * value.row_bytes
-        rows = payload[at:end].view(_NUMPY[value.dtype]).reshape(tokens, value.stride)
+        rows: np.ndarray = payload[at:end].view(_NUMPY[value.dtype]).reshape(tokens, value.stride)
         views.append(rows[:, : value.elements])
         at = end
     return views
