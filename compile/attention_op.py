@@ -96,6 +96,7 @@ _HARMLESS_ARGUMENTS = {
     "use_cache",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "return_dict",
     "layer_idx",
     "position_embeddings",

@@ -7,6 +7,7 @@
     mlir/forward_PHASE.mlir   the combined entry of each phase
     mlir/subgraph0_PHASEN.mlir  the entry of partition N
     mlir/NAME/                the code of one object: its module and islands
+    debug/PARTITION.py        scripts that run one partition alone (see compile.debug_wrappers)
     objects/NAME.o            the object files
     weights/                  packed weights (see ranks.weight_files)
 
@@ -79,6 +80,11 @@ class BuildDirectory:
     def mlir(self) -> Path:
         """The folder of MLIR files."""
         return self.root / "mlir"
+
+    @property
+    def debug(self) -> Path:
+        """The folder of debug wrappers."""
+        return self.root / "debug"
 
     @property
     def objects(self) -> Path:

@@ -15,7 +15,11 @@ import torch
 from torch.fx import Node
 
 from buddy_pipeline.compile.attention_op import register_attention
+from buddy_pipeline.compile.experts_op import register_experts
+from buddy_pipeline.compile.functional import make_functional
 from buddy_pipeline.compile.fx_nodes import graph_node, is_identity
+from buddy_pipeline.compile.scatter import compare_places
+from buddy_pipeline.compile.top_k_op import split_top_k
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph import GraphNode, NodeKind
 
@@ -49,12 +53,15 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     program = _trace(model, config)
     graph = program.graph_module.graph
     signature = program.graph_signature
+    split_top_k(graph)
+    make_functional(graph)
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
             graph.erase_node(node)
         elif is_identity(node):
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
+    compare_places(graph)
     graph.eliminate_dead_code()
 
     aliases: dict[int, list[str]] = {}
@@ -126,7 +133,10 @@ def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarra
     with no_init_weights(), _parameters_on_meta():
         try:
             model = AutoModelForCausalLM.from_config(
-                settings, attn_implementation=register_attention(), dtype=torch.float32
+                settings,
+                attn_implementation=register_attention(),
+                experts_implementation=register_experts(),
+                dtype=torch.float32,
             ).eval()
         except Exception as error:
             raise UserError(_unusable(model_type, error)) from error

@@ -98,31 +98,47 @@ class Value:
 
 @dataclass(frozen=True)
 class WeightPart:
-    """One matrix inside a packed parameter; of alternative names the first that exists counts."""
+    """One matrix inside a packed parameter, or a stack of them, as experts have; of alternative
+    names the first that exists counts."""
 
     weight: tuple[str, ...]
     bias: tuple[str, ...]  # empty: no bias
-    shape: tuple[int, ...]  # as the checkpoint stores it
+    shape: tuple[int, ...]  # as the checkpoint stores it; a stack is [matrices, …, …]
     transposed: bool  # stored as [inputs, outputs]
 
     @property
+    def matrices(self) -> int:
+        """Matrices of the stack; 1 where it is none."""
+        return self.shape[0] if self.is_stack else 1
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether there is a matrix for each expert."""
+        return len(self.shape) == 3
+
+    @property
     def rows(self) -> int:
-        """Outputs of the matrix."""
-        return self.shape[1] if self.transposed else self.shape[0]
+        """Outputs of one matrix."""
+        return self.shape[-1] if self.transposed else self.shape[-2]
 
     @property
     def columns(self) -> int:
-        """Inputs of the matrix."""
-        return self.shape[0] if self.transposed else self.shape[1]
+        """Inputs of one matrix."""
+        return self.shape[-2] if self.transposed else self.shape[-1]
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """The shape of the bias, if there is one."""
+        return (*self.shape[:-2], self.rows)
 
 
 @dataclass(frozen=True)
 class Parameter:
     """A weight as a template wants it.
 
-    `layout` is "panels" (packed in the weight format `form`, parts one after the other, each
-    padded to whole panels), "panel_bias" (biases of such parts in the same order, f32, padded with
-    zeros), or "plain" (f32, as stored).
+    `layout` is "panels" (packed in the weight format `form`, matrices one after the other, each
+    padded to whole panels), "panel_bias" (biases of such matrices in the same order, f32, padded
+    with zeros), or "plain" (f32, as stored).
     """
 
     layout: str

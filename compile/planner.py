@@ -18,7 +18,13 @@ from buddy_pipeline.compile.manifest import Constant, PartitionPlan, Plan, Templ
 from buddy_pipeline.compile.mlir_text import join_modules
 from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import Target
-from buddy_pipeline.compile.templates import IslandCall, Linear, emit_template, island_symbol
+from buddy_pipeline.compile.templates import (
+    ExpertLinear,
+    IslandCall,
+    Linear,
+    emit_template,
+    island_symbol,
+)
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.partition.fragments import resolve
 from buddy_pipeline.partition.graph import GraphNode, NodeKind, Partition
@@ -203,6 +209,9 @@ def _region_names(drafted: Drafted) -> Iterator[str]:
         if isinstance(item, Linear):
             parts = drafted.draft.parameters[item.weight - first_parameter].parts
             yield " ".join([kind, *(part.weight[0].split(".")[-2] for part in parts)])
+        elif isinstance(item, ExpertLinear):
+            (part,) = drafted.draft.parameters[item.weight - first_parameter].parts
+            yield f"experts {part.weight[0].split('.')[-1]}"
         elif isinstance(item, IslandCall):
             yield f"island {item.source}"
         else:

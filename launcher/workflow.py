@@ -18,6 +18,7 @@ from buddy_pipeline.compile.build_directory import (
     write_objects,
 )
 from buddy_pipeline.compile.cache import Cache, write_atomically
+from buddy_pipeline.compile.debug_wrappers import write_wrappers
 from buddy_pipeline.compile.granularity import Granularity, Sharing
 from buddy_pipeline.compile.manifest import Plan, runs_unit
 from buddy_pipeline.compile.object_builder import Built, ObjectBuilder
@@ -114,6 +115,8 @@ def import_model(
     share = Share.of(plan, ranges, ranks)
     directory.create()
     manifest = write_imported(directory, plan, cache, share, config.digest(), settings.full_mlir)
+    if settings.debug_wrappers:
+        write_wrappers(directory, plan, manifest)
     directory.write(directory.config, config.to_json().encode())
     writing = time.perf_counter() - started
     weights = None

@@ -10,10 +10,10 @@ from buddy_pipeline.compile.planner import make_plan
 from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import host_target, named_target
 from buddy_pipeline.compile.variant import VARIANTS
-from tests.checkpoints import FAMILIES, tiny_config
+from tests.checkpoints import FAMILIES, MIXTURES, tiny_config
 from tests.compile.models import model, plan, planned
 
-on_each_family = pytest.mark.parametrize("family", FAMILIES)
+on_each_family = pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 
 
 @on_each_family
