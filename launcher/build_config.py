@@ -142,7 +142,12 @@ def config_of(data: Any, where: str) -> BuildConfig:
             model=dict(data["model"]),
         )
         formats = config.formats
-        names = [formats.weights, formats.rest, *dict(formats.tensors).values()]
+        names = [
+            formats.weights,
+            formats.table_and_head,
+            formats.rest,
+            *dict(formats.tensors).values(),
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{where} is not complete ({error}): {again}") from None
     _check_names(config, [str(name) for name in names], where)

@@ -280,8 +280,34 @@ def test_a_damaged_manifest_is_one_line(
         ({"strategy": None}, "split strategy 'None' does not exist"),
         ({"strategy": "finer"}, "split strategy 'finer' does not exist"),
         ({"formats": {"name": "f32"}}, "is not complete"),
-        ({"formats": {"name": "f32", "weights": "f33", "rest": "f32", "cache": "f32"}}, "'f33'"),
-        ({"formats": {"name": "f32", "weights": "f32", "rest": "f32", "cache": "f9"}}, "type 'f9'"),
+        (
+            {
+        (
+            {"formats": {"name": "f32", "weights": "f32", "table_and_head": "f3", "rest": "f32", "cache": "f32"}},
+            "'f3'",
+        ),
+                "formats": {
+                    "name": "f32",
+                    "weights": "f33",
+                    "table_and_head": "f32",
+                    "rest": "f32",
+                    "cache": "f32",
+                }
+            },
+            "'f33'",
+        ),
+        (
+            {
+                "formats": {
+                    "name": "f32",
+                    "weights": "f32",
+                    "table_and_head": "f32",
+                    "rest": "f32",
+                    "cache": "f9",
+                }
+            },
+            "type 'f9'",
+        ),
         ({"model": {}}, "model has no model_type"),
         ({"layers": 4}, "has 4 layers, but its model's graph 3"),
         ("cut", "not JSON"),
