@@ -7,6 +7,7 @@
     mlir/forward_PHASE.mlir   the combined entry of each phase
     mlir/subgraph0_PHASEN.mlir  the entry of partition N
     mlir/NAME/                the code of one object: its module and islands
+    debug/PARTITION.py        scripts that run one partition alone (see compile.debug_wrappers)
     objects/NAME.o            the object files
     weights/                  packed weights (see ranks.weight_files)
 
@@ -16,9 +17,10 @@ fails leaves what was there usable.
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from buddy_pipeline.compile.cache import Cache, write_atomically
 from buddy_pipeline.compile.entry_files import (
@@ -35,11 +37,12 @@ from buddy_pipeline.compile.partition_manifest import (
     PartitionManifest,
     parse_manifest,
 )
-from buddy_pipeline.compile.source import Source, read_source
+from buddy_pipeline.compile.source import Source, is_whole, read_source
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role
 
+T = TypeVar("T")
 #: What the manifest says on prefill and decode.
 _SHARED = (
     "Graphs are exported with one token and compiled for any number: the prefill and the decode "
@@ -79,6 +82,11 @@ class BuildDirectory:
         return self.root / "mlir"
 
     @property
+    def debug(self) -> Path:
+        """The folder of debug wrappers."""
+        return self.root / "debug"
+
+    @property
     def objects(self) -> Path:
         """The folder of object files."""
         return self.root / "objects"
@@ -111,29 +119,39 @@ class BuildDirectory:
 
     def read_manifest(self) -> PartitionManifest:
         """The manifest; UserError if there is none, or it is of another version or was changed."""
-        again = "run 'buddy-pipeline import' again"
-        try:
-            data = json.loads(self.manifest.read_text())
-        except FileNotFoundError:
-            raise UserError(
-                f"build directory '{self.root}' has no {self.manifest.name}:"
-                " run 'buddy-pipeline import' first"
-            ) from None
-        except (ValueError, OSError) as error:
-            raise UserError(f"{self.manifest} cannot be read ({error}): {again}") from None
-        try:
-            return parse_manifest(data)
-        except ValueError as error:
-            raise UserError(f"{self.manifest} {error}: {again}") from None
+        return self._read(self.manifest, parse_manifest)
 
     def read_plan(self) -> Plan:
-        """The plan; UserError if it is missing or not readable."""
+        """The plan; UserError as for the manifest."""
+        return self._read(self.plan, Plan.from_json)
+
+    def read_source(self, name: str) -> Source:
+        """The code of one object, edited or not; UserError if a file is missing."""
+        folder = self.mlir / name
         try:
-            return Plan.from_json(self.plan.read_text())
-        except (OSError, ValueError) as error:
+            return read_source(folder, edited=True)
+        except OSError as error:
+            why = f"has no {Path(error.filename or '').name} ({error.strerror})"
+        except ValueError as error:
+            why = f"is not as it was imported ({error})"
+        raise UserError(f"{folder} {why}: run 'buddy-pipeline import' again")
+
+    def _read(self, path: Path, parse: Callable[[str], T]) -> T:
+        """A file of an import; UserError if it is missing, or not what was written."""
+        try:
+            return parse(path.read_text())
+        except FileNotFoundError:
             raise UserError(
-                f"{self.plan} cannot be read ({error}): run 'buddy-pipeline import' again"
+                f"build directory '{self.root}' has no {path.name}:"
+                " run 'buddy-pipeline import' first"
             ) from None
+        except OSError as error:
+            why = f"cannot be read ({error.strerror})"
+        except json.JSONDecodeError:
+            why = "is cut short or no JSON"
+        except ValueError as error:
+            why = str(error)
+        raise UserError(f"{path} {why}: run 'buddy-pipeline import' again")
 
 
 @dataclass(frozen=True)
@@ -205,11 +223,13 @@ def write_imported(
             )
         )
     combined: dict[str, str | None] = dict.fromkeys(PHASES)
+    combined_hashes = {}
     if full_mlir:
         for phase in PHASES:
-            combined[phase] = f"{forward_name(phase)}.mlir"
+            combined[phase] = file = f"{forward_name(phase)}.mlir"
             text = emit_forward(plan, numbers, phase).encode()
-            directory.write(directory.mlir / f"{forward_name(phase)}.mlir", text)
+            directory.write(directory.mlir / file, text)
+            combined_hashes[phase] = hashlib.sha256(text).hexdigest()
 
     manifest = PartitionManifest(
         config=config_digest,
@@ -227,6 +247,7 @@ def write_imported(
             "objects": len(objects),
         },
         phases=combined,
+        phase_hashes=combined_hashes,
         shared_by_phases=_SHARED,
         partitions=tuple(entries),
         objects=tuple(objects),
@@ -243,21 +264,32 @@ def current_keys(
     """The object keys that the MLIR files here have now, by the keys they were imported with.
 
     The two differ for MLIR that was edited, which is then compiled as it is. Sources that the cache
-    lacks are written to it. UserError if a file is missing.
+    lacks are written to it. UserError if a file is missing, or was edited that is not compiled.
     """
+    _check_entry_files(directory, manifest)
     keys = {}
     for entry in manifest.objects:
-        folder = directory.mlir / entry.name
-        try:
-            source = read_source(folder)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{folder} is not complete ({error}): run 'buddy-pipeline import' again"
-            ) from None
+        source = directory.read_source(entry.name)
         unchanged = _hashes(source) == entry.mlir
-        keys[entry.key] = entry.key if unchanged else source.key(target, manifest.made_with)
-        source.write(cache.source_folder(keys[entry.key]), cache.write)
+        key = keys[entry.key] = entry.key if unchanged else source.key(target, manifest.made_with)
+        if not is_whole(cache.source_folder(key)):
+            source.write(cache.source_folder(key), cache.write)
     return keys
+
+
+def _check_entry_files(directory: BuildDirectory, manifest: PartitionManifest) -> None:
+    """Raises UserError if an entry was edited: it only says where code is, so that would do
+    nothing."""
+    written = {file: manifest.phase_hashes[p] for p, file in manifest.phases.items() if file}
+    for entry in manifest.partitions:
+        written |= {file: entry.hashes[phase] for phase, file in entry.files.items()}
+    for file, digest in written.items():
+        path = directory.mlir / file
+        if path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            raise UserError(
+                f"{path} was edited, but it is only the entry to code that lies in the folders"
+                " beside it: edit that, and run 'buddy-pipeline import' again to restore this file"
+            )
 
 
 def write_objects(
@@ -267,7 +299,10 @@ def write_objects(
     keys: Mapping[str, str],
     cache: Cache,
 ) -> PartitionManifest:
-    """Copies compiled objects from the cache, then writes plan and manifest with their keys."""
+    """Copies compiled objects from the cache, then writes plan and manifest with their keys.
+
+    `plan` is what the directory has.
+    """
     objects = []
     for entry in manifest.objects:
         data = cache.read_object(keys[entry.key])
@@ -276,7 +311,7 @@ def write_objects(
         file = f"{entry.name}.o"
         directory.write(directory.objects / file, data)
         digest = hashlib.sha256(data).hexdigest()
-        hashes = _hashes(read_source(directory.mlir / entry.name))
+        hashes = _hashes(directory.read_source(entry.name))
         objects.append(
             replace(
                 entry,
@@ -287,22 +322,27 @@ def write_objects(
                 bytes=len(data),
             )
         )
+    compiled = replace(manifest, objects=tuple(objects))
+    if any(key != imported for imported, key in keys.items()):
+        directory.write(directory.plan, _with_keys(plan, keys).to_json().encode())
+    directory.write(directory.manifest, compiled.to_json().encode())
+    return compiled
+
+
+def _with_keys(plan: Plan, keys: Mapping[str, str]) -> Plan:
+    """The plan with other objects in place of those whose MLIR was edited."""
     templates = {
         name: replace(template, objects=tuple(keys.get(k, k) for k in template.objects))
         for name, template in plan.templates.items()
     }
-    driver = keys.get(plan.driver, plan.driver)
-    compiled = replace(manifest, objects=tuple(objects))
-    plan = replace(plan, templates=templates, driver=driver)
-    directory.write(directory.plan, plan.to_json().encode())
-    directory.write(directory.manifest, compiled.to_json().encode())
-    return compiled
+    return replace(plan, templates=templates, driver=keys.get(plan.driver, plan.driver))
 
 
 def read_objects(
     directory: BuildDirectory, manifest: PartitionManifest, keys: Sequence[str]
 ) -> dict[str, bytes]:
-    """The object files of these keys; UserError if one is not compiled, missing or altered."""
+    """The object files of these keys; UserError if one is not compiled, missing or altered, or if
+    its MLIR was edited since."""
     entries = {entry.key: entry for entry in manifest.objects}
     found = {}
     for key in keys:
@@ -322,6 +362,13 @@ def read_objects(
         data = path.read_bytes() if path.is_file() else b""
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise UserError(f"{path} is missing or was altered: compile the build directory again")
+        for name, digest in entry.mlir.items():
+            mlir = directory.mlir / name
+            if mlir.is_file() and hashlib.sha256(mlir.read_bytes()).hexdigest() != digest:
+                raise UserError(
+                    f"{mlir} was edited after it was compiled:"
+                    " run 'buddy-pipeline compile --config' on the build directory"
+                )
         found[key] = data
     return found
 
@@ -332,7 +379,4 @@ def _object_entry(key: str, source: Source) -> ObjectEntry:
 
 def _hashes(source: Source) -> dict[str, str]:
     """SHA-256 of a source's files, by their place below mlir/."""
-    return {
-        f"{source.name}/{name}": hashlib.sha256(text.encode()).hexdigest()
-        for name, text in source.files().items()
-    }
+    return {f"{source.name}/{name}": digest for name, digest in source.hashes().items()}

@@ -2,11 +2,11 @@
 
     plans/KEY.json       the plan of a model for a target
     plans/KEY.graph.json its graph
-    sources/KEY/         the MLIR of one object, readable, kept for reports and recompilation
+    sources/KEY/         the MLIR of one object, readable, with an index that has its checksums
     objects/KEY.bpo      a checksum and an object file
     locks/KEY            who builds it now
 
-Files appear whole (written beside, then renamed); an object whose checksum fails counts as missing.
+Files appear whole (written beside, then renamed); what its checksum does not fit counts as missing.
 Several processes may use one cache at once: whoever holds a key's lock builds, the others wait.
 """
 

@@ -10,14 +10,15 @@ from buddy_pipeline.compile.target import Target
 
 
 @functools.cache
-def _initialise() -> None:
+def initialise() -> None:
+    """Makes every target known to LLVM."""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()
 
 
 def target_machine(target: Target) -> llvm.TargetMachine:
     """LLVM's code generator for `target`, position independent so that it loads anywhere."""
-    _initialise()
+    initialise()
     return llvm.Target.from_triple(target.triple).create_target_machine(
         cpu=target.cpu, features=target.features, opt=3, reloc="pic", codemodel="default"
     )

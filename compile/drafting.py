@@ -19,11 +19,13 @@ from buddy_pipeline.compile.templates import (
     Attention,
     Draft,
     Embedding,
+    ExpertLinear,
     Gather,
     IslandCall,
     Item,
     Linear,
     Row,
+    TopK,
 )
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.partition.errors import UserError
@@ -67,6 +69,7 @@ class Drafter:
             for node in model.fx.values()
             if fx_nodes.is_embedding(node, model.parameters)
         }
+        self._routers = set(_routers(model, table))
         for node in model.nodes:
             if node.kind is NodeKind.VIEW:
                 continue
@@ -96,7 +99,20 @@ class Drafter:
         weight = fx_nodes.linear_weight(node, names)
         assert weight is not None
         has_bias, aliases = fx_nodes.linear_bias(node) is not None, names[weight.name]
+        if name in self._routers:
+            return self.variant.router(aliases)
         return self.variant.linear(aliases, has_bias, is_table=aliases in self._tables)
+
+    def expert_form(self, node: Node) -> str:
+        """The weight format of an expert linear node."""
+        _, _, weight, bias, _ = fx_nodes.arguments(node)
+        if weight.name not in self.model.parameters:
+            raise UserError(
+                f"experts of module '{self.table[node.name].module}' (node {node.name}) compute"
+                " their weights, which has no kernel yet"
+            )
+        names = self.model.parameters[weight.name]
+        return self.variant.linear(names, bias is not None, is_table=False)
 
     def table_form(self, aliases: tuple[str, ...]) -> str:
         """The weight format of an embedding table: that of a head that shares it, if one does."""
@@ -183,7 +199,12 @@ class _Placing:
             return [] if sinks is None else [self._plain(sinks)]
         if fx_nodes.is_embedding(node, self.drafter.model.parameters):
             return [self._table_parameter(node)]
-        weight, bias = self._linear_parameters(fragment)
+        if fx_nodes.is_top_k(node):
+            return []
+        if fx_nodes.is_expert_linear(node):
+            weight, bias = self._expert_parameters(node)
+        else:
+            weight, bias = self._linear_parameters(fragment)
         return [weight] if bias is None else [weight, bias]
 
     def _loaded(self, node: Node, argument: str, kind: NodeKind) -> str | None:
@@ -240,6 +261,17 @@ class _Placing:
         if not any(part.bias for part in parts):
             return packed, None
         return packed, Parameter("panel_bias", tuple(parts), self.panel)
+
+    def _expert_parameters(self, node: Node) -> tuple[Parameter, Parameter | None]:
+        """The packed weights of all experts, and their biases if they have some."""
+        names, form = self.drafter.model.parameters, self.drafter.expert_form(node)
+        _, _, weight, bias, transposed = fx_nodes.arguments(node)
+        stack = WeightPart(names[weight.name], (), tuple(weight.meta["val"].shape), transposed)
+        _check_rows(stack, form)
+        packed = Parameter("panels", (stack,), self.panel, form)
+        if bias is None:
+            return packed, None
+        return packed, Parameter("panel_bias", (replace(stack, bias=names[bias.name]),), self.panel)
 
     def _parameter_word(self, parameter: Parameter) -> int:
         return len(self.inputs) + len(self.outputs) + self.parameters.index(parameter)
@@ -338,6 +370,10 @@ class _Placing:
                 depth=parameter.parts[0].columns,
                 form=parameter.form,
             )
+        if fx_nodes.is_top_k(node):
+            return self._place_top_k(node)
+        if fx_nodes.is_expert_linear(node):
+            return self._place_experts(node)
         return self._place_linear(fragment)
 
     def _row(self, argument: Node) -> Row:
@@ -368,6 +404,31 @@ class _Placing:
         depth = weight.parts[0].columns
         word = self._parameter_word(weight)
         return Linear(x, out, word, bias_word, depth, sum(panels), weight.form)
+
+    def _place_experts(self, node: Node) -> ExpertLinear:
+        x, choice, *_ = fx_nodes.arguments(node)
+        weight, bias = self._expert_parameters(node)
+        (stack,) = weight.parts
+        shared = fx_nodes.value_of(x).numel() == stack.columns
+        return ExpertLinear(
+            x=self._row(x),
+            choice=self._row(choice),
+            out=self._place(node.name),
+            weight=self._parameter_word(weight),
+            bias=None if bias is None else self._parameter_word(bias),
+            step=0 if shared else stack.columns,
+            choices=fx_nodes.value_of(choice).numel(),
+            experts=stack.matrices,
+            depth=stack.columns,
+            outputs=stack.rows,
+            form=weight.form,
+        )
+
+    def _place_top_k(self, node: Node) -> TopK:
+        x, count = fx_nodes.arguments(node)
+        shape = fx_nodes.value_of(x).shape
+        rows = fx_nodes.value_of(x).numel() // shape[-1]
+        return TopK(self._row(x), self._place(node.name), rows, shape[-1], count)
 
     def _place_attention(self, node: Node) -> Attention:
         q, k, v, sinks, slopes, scale, window, softcap = fx_nodes.arguments(node)
@@ -422,6 +483,21 @@ class _Placing:
         # Outputs are placed before inputs are released: an island never writes what it reads.
         outputs = tuple(self._place(name) for name in island.outputs)
         return IslandCall(index, tuple(inputs), outputs)
+
+
+def _routers(model: ExportedModel, table: Mapping[str, GraphNode]) -> Iterator[str]:
+    """The linears from which a choice of the greatest is computed, by arithmetic alone."""
+    waiting = [name for name, node in model.fx.items() if fx_nodes.is_top_k(node)]
+    seen = set(waiting)
+    while waiting:
+        for source in table[waiting.pop()].inputs:
+            if source in seen:
+                continue
+            seen.add(source)
+            if fx_nodes.linear_weight(model.fx[source], model.parameters) is not None:
+                yield source
+            elif table[source].kind in (NodeKind.VIEW, NodeKind.COMPUTE):
+                waiting.append(source)
 
 
 def _check_rows(part: WeightPart, form: str) -> None:

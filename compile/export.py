@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 
 from buddy_pipeline.compile.attention_op import attention_of, plain_masks
+from buddy_pipeline.compile.experts_op import register_experts
 from buddy_pipeline.compile.functional import make_functional
 from buddy_pipeline.compile.fx_nodes import (
     check_sizes,
@@ -26,6 +27,8 @@ from buddy_pipeline.compile.fx_nodes import (
     share_position_values,
     simplify_count,
 )
+from buddy_pipeline.compile.scatter import compare_places
+from buddy_pipeline.compile.top_k_op import split_top_k
 from buddy_pipeline.compile.tracing import GraphOfOneToken, TracingCache
 from buddy_pipeline.compile.weight_names import names_in_files
 from buddy_pipeline.compile.written_attention import fold_written_attention
@@ -64,6 +67,7 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     program = _trace(model, config)
     graph = program.graph_module.graph
     signature = program.graph_signature
+    split_top_k(graph)
     make_functional(graph)
     for node in list(graph.nodes):
         if node.target is torch.ops.aten._assert_tensor_metadata.default:
@@ -71,6 +75,7 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
         elif is_identity(node):
             node.replace_all_uses_with(node.all_input_nodes[0])
             graph.erase_node(node)
+    compare_places(graph)
     graph.eliminate_dead_code()
 
     aliases: dict[int, list[str]] = {}
@@ -187,7 +192,10 @@ def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarra
     with no_init_weights(), _parameters_on_meta():
         try:
             model = kind._from_config(
-                settings, attn_implementation=attention, dtype=torch.float32
+                settings,
+                attn_implementation=attention,
+                experts_implementation=register_experts(),
+                dtype=torch.float32,
             ).eval()
         except Exception as error:
             raise UserError(_unusable(model_type, error)) from error

@@ -96,7 +96,8 @@ def node_kind(
         if node.name in constants:
             return NodeKind.CONSTANT
         return NodeKind.TOKENS if node.name == "ids" else NodeKind.POSITIONS
-    if is_attention(node) or linear_weight(node, parameters) or is_embedding(node, parameters):
+    is_op = is_attention(node) or is_expert_linear(node) or is_top_k(node)
+    if is_op or linear_weight(node, parameters) or is_embedding(node, parameters):
         return NodeKind.KERNEL
     if not node.all_input_nodes:
         return NodeKind.CONSTANT
@@ -106,6 +107,16 @@ def node_kind(
 def is_attention(node: Node) -> bool:
     """Whether the node is the attention op."""
     return node.target is torch.ops.bp.attention.default
+
+
+def is_expert_linear(node: Node) -> bool:
+    """Whether the node is the product of rows with the matrices of chosen experts."""
+    return node.target is torch.ops.bp.expert_linear.default
+
+
+def is_top_k(node: Node) -> bool:
+    """Whether the node finds the greatest elements of rows."""
+    return node.target is torch.ops.bp.top_k.default
 
 
 def is_embedding(node: Node, parameters: dict[str, tuple[str, ...]]) -> bool:
@@ -235,6 +246,11 @@ def _keeps_order(node: Node, source: torch.Tensor, value: torch.Tensor) -> bool:
 def arguments(node: Node) -> tuple[Any, ...]:
     """A node's positional arguments (FX types them as a union that fits nothing)."""
     return node.args
+
+
+def module_of(node: Node) -> dict[str, Any]:
+    """The part of a node's meta data that says which module made it, for a node in its place."""
+    return {name: node.meta[name] for name in ("nn_module_stack",) if name in node.meta}
 
 
 def value_of(node: Node) -> torch.Tensor:

@@ -5,7 +5,6 @@ imports torch or MLIR.
 """
 
 import base64
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,9 +12,10 @@ from enum import Enum
 from typing import Any
 
 from buddy_pipeline.partition.layers import BlockRole
+from buddy_pipeline.partition.sealed_json import seal, unseal
 
 #: Raised whenever the meaning of a field changes; older plans are then made anew.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 #: Every value's row is padded to this many elements, whatever the target's vectors, so that ranks
 #: with different CPUs agree on what crosses.
 ROW_PAD = 32
@@ -98,31 +98,47 @@ class Value:
 
 @dataclass(frozen=True)
 class WeightPart:
-    """One matrix inside a packed parameter; of alternative names the first that exists counts."""
+    """One matrix inside a packed parameter, or a stack of them, as experts have; of alternative
+    names the first that exists counts."""
 
     weight: tuple[str, ...]
     bias: tuple[str, ...]  # empty: no bias
-    shape: tuple[int, ...]  # as the checkpoint stores it
+    shape: tuple[int, ...]  # as the checkpoint stores it; a stack is [matrices, …, …]
     transposed: bool  # stored as [inputs, outputs]
 
     @property
+    def matrices(self) -> int:
+        """Matrices of the stack; 1 where it is none."""
+        return self.shape[0] if self.is_stack else 1
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether there is a matrix for each expert."""
+        return len(self.shape) == 3
+
+    @property
     def rows(self) -> int:
-        """Outputs of the matrix."""
-        return self.shape[1] if self.transposed else self.shape[0]
+        """Outputs of one matrix."""
+        return self.shape[-1] if self.transposed else self.shape[-2]
 
     @property
     def columns(self) -> int:
-        """Inputs of the matrix."""
-        return self.shape[0] if self.transposed else self.shape[1]
+        """Inputs of one matrix."""
+        return self.shape[-2] if self.transposed else self.shape[-1]
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """The shape of the bias, if there is one."""
+        return (*self.shape[:-2], self.rows)
 
 
 @dataclass(frozen=True)
 class Parameter:
     """A weight as a template wants it.
 
-    `layout` is "panels" (packed in the weight format `form`, parts one after the other, each
-    padded to whole panels), "panel_bias" (biases of such parts in the same order, f32, padded with
-    zeros), or "plain" (f32, as stored).
+    `layout` is "panels" (packed in the weight format `form`, matrices one after the other, each
+    padded to whole panels), "panel_bias" (biases of such matrices in the same order, f32, padded
+    with zeros), or "plain" (f32, as stored).
     """
 
     layout: str
@@ -244,19 +260,7 @@ class Plan:
 
     def for_rank(self, layers: range, role: BlockRole) -> tuple[PartitionPlan, ...]:
         """The partitions that a rank with these layers and this role runs, in order."""
-        chosen = []
-        for partition in self.partitions:
-            if partition.unit == "positions":
-                wanted = True
-            elif partition.unit == "prelude":
-                wanted = role in (BlockRole.FIRST, BlockRole.SINGLE)
-            elif partition.unit == "postlude":
-                wanted = role in (BlockRole.LAST, BlockRole.SINGLE)
-            else:
-                wanted = int(partition.unit) in layers
-            if wanted:
-                chosen.append(partition)
-        return tuple(chosen)
+        return tuple(p for p in self.partitions if runs_unit(p.unit, layers, role))
 
     def crossing(self, boundary: int) -> tuple[Value, ...]:
         """The values that pass from the block ending before layer `boundary` to the next one."""
@@ -275,27 +279,24 @@ class Plan:
         return list(dict.fromkeys(keys))
 
     def to_json(self) -> str:
-        """The plan as JSON text, with a checksum of itself."""
-        data = {"format": FORMAT_VERSION, **asdict(self)}
-        return json.dumps({"checksum": _checksum(data), **data}, indent=1)
+        """The plan as sealed JSON text."""
+        return json.dumps(seal(FORMAT_VERSION, asdict(self)), indent=1)
 
     @staticmethod
     def from_json(text: str) -> "Plan":
-        """Reads `to_json`'s text; ValueError when it is altered or of another version."""
-        data = json.loads(text)
-        if not isinstance(data, dict) or data.pop("checksum", None) != _checksum(data):
-            raise ValueError("the plan was altered")
-        if data.pop("format", None) != FORMAT_VERSION:
-            raise ValueError("the plan is of another format version")
-        try:
-            return _plan(data)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"the plan is malformed: {error!r}") from error
+        """Reads `to_json`'s text; ValueError, saying why, for any other."""
+        return _plan(unseal(FORMAT_VERSION, json.loads(text)))
 
 
-def _checksum(data: Mapping[str, Any]) -> str:
-    """SHA-256 of JSON data, however its text is laid out."""
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+def runs_unit(unit: str, layers: range, role: BlockRole) -> bool:
+    """Whether a rank with these layers and this role runs a partition of this unit."""
+    if unit == "positions":
+        return True
+    if unit == "prelude":
+        return role in (BlockRole.FIRST, BlockRole.SINGLE)
+    if unit == "postlude":
+        return role in (BlockRole.LAST, BlockRole.SINGLE)
+    return int(unit) in layers
 
 
 def _position(unit: str, layers: int) -> int:

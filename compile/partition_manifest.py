@@ -1,13 +1,14 @@
 """`partition_manifest.json`: what lies in a build directory, for people and for the next stage."""
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from buddy_pipeline.partition.sealed_json import seal, unseal
+
 #: Raised whenever the meaning of a manifest's field changes.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -52,36 +53,23 @@ class PartitionManifest:
     ranks: tuple[int, ...]  # whose partitions are here
     split: tuple[int, ...]  # layers of each rank
     counts: dict[str, int]
-    phases: dict[str, str | None]  # phase: combined entry file, if written
+    phases: dict[str, str | None]  # phase: combined entry file below mlir/, if written
+    phase_hashes: dict[str, str]  # phase: SHA-256 of that file
     shared_by_phases: str
     partitions: tuple[Entry, ...]
     objects: tuple[ObjectEntry, ...]
 
     def to_json(self) -> str:
-        """JSON text with a checksum, so that a change by hand is noticed."""
-        body = asdict(self)
-        return (
-            json.dumps({"format": FORMAT_VERSION, "checksum": _checksum(body), **body}, indent=1)
-            + "\n"
-        )
+        """Sealed JSON text."""
+        return json.dumps(seal(FORMAT_VERSION, asdict(self)), indent=1) + "\n"
 
 
-def parse_manifest(data: Any) -> PartitionManifest:
-    """The manifest of `to_json`'s data; ValueError, saying why, for any other."""
-    if not isinstance(data, dict) or data.pop("format", None) != FORMAT_VERSION:
-        raise ValueError("was written by another version")
-    if data.pop("checksum", None) != _checksum(data):
-        raise ValueError("was changed after it was written")
-    return _manifest(data)
-
-
-def _checksum(body: Mapping[str, Any]) -> str:
-    canonical = json.dumps(body, sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
+def parse_manifest(text: str) -> PartitionManifest:
+    """The manifest of `to_json`'s text; ValueError, saying why, for any other."""
+    return _manifest(unseal(FORMAT_VERSION, json.loads(text)))
 
 
 def _manifest(data: Mapping[str, Any]) -> PartitionManifest:
-    """The manifest of JSON data whose checksum is right."""
     partitions = tuple(
         Entry(
             **{

@@ -2,7 +2,7 @@
 
 import base64
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -10,15 +10,21 @@ import numpy as np
 import torch
 
 from buddy_pipeline.compile.drafting import Drafted, Drafter
+from buddy_pipeline.compile.early_sources import driver_source
 from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.compile.granularity import Granularity, Sharing
-from buddy_pipeline.compile.islands import import_island
-from buddy_pipeline.compile.kernels.driver import DRIVER, emit_driver
+from buddy_pipeline.compile.islands import Island, import_island
 from buddy_pipeline.compile.manifest import Constant, PartitionPlan, Plan, Template, Value
 from buddy_pipeline.compile.mlir_text import join_modules
 from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import Target
-from buddy_pipeline.compile.templates import IslandCall, Linear, emit_template, island_symbol
+from buddy_pipeline.compile.templates import (
+    ExpertLinear,
+    IslandCall,
+    Linear,
+    emit_template,
+    island_symbol,
+)
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.partition.fragments import resolve
 from buddy_pipeline.partition.graph import GraphNode, NodeKind, Partition
@@ -34,6 +40,10 @@ class Planned:
     sources: dict[str, Source]
 
 
+Ready = Callable[[str, Mapping[str, Source]], None]
+"""Called with a partition's unit and sources, by key, that its rank needs, as they become known."""
+
+
 def make_plan(
     key: str,
     model: ExportedModel,
@@ -42,13 +52,14 @@ def make_plan(
     granularity: Granularity,
     target: Target,
     versions: Mapping[str, str],
+    ready: Ready = lambda unit, sources: None,
 ) -> Planned:
     """Cuts an exported model, binds its partitions to templates and writes those as MLIR."""
     table = {node.name: node for node in model.nodes}
     splitter = layer_splitter(granularity.strategy, str(config["model_type"]))
     partitions = partition_graph(model.nodes, splitter)
     drafter = Drafter(model, table, target, variant)
-    code = _Code(model, table, target, versions, granularity.sharing)
+    code = _Code(model, table, target, versions, granularity.sharing, ready)
     plans: list[PartitionPlan] = []
     for number, partition in enumerate(partitions):
         drafted = drafter.draft(partition)
@@ -65,7 +76,7 @@ def make_plan(
             )
         )
     code.close()
-    driver = code.add(Source(DRIVER, (DRIVER,), emit_driver(target)))
+    driver = code.add(driver_source(target))
     output = next(n for n in model.nodes if n.kind is NodeKind.OUTPUT)
     result = resolve(output.inputs[0], table)
     named = {n.kind: n.name for n in model.nodes}
@@ -101,6 +112,7 @@ class _Code:
         target: Target,
         versions: Mapping[str, str],
         sharing: Sharing,
+        ready: Ready,
     ) -> None:
         self.templates: dict[str, Template] = {}
         self.sources: dict[str, Source] = {}
@@ -109,7 +121,9 @@ class _Code:
         self._target = target
         self._versions = versions
         self._sharing = sharing
+        self._ready = ready
         self._whole: list[Source] = []
+        self._imported: dict[str, str] = {}  # an island's structure: its MLIR
 
     def add(self, source: Source) -> str:
         """Notes a source; returns its object's key."""
@@ -123,10 +137,18 @@ class _Code:
         shared = self._sharing is Sharing.TEMPLATES
         name = draft.name() if shared else f"subgraph0_{number}"
         if name in self.templates:
+            self._announce(partition, self.templates[name].objects)
             return name
+        libraries = [
+            self.add(Source(symbol, (symbol,), emit()))
+            for symbol, emit in draft.libraries(self._target).items()
+        ]
+        self._announce(partition, libraries)
         islands = tuple(
-            (island_symbol(name, j), import_island(island, self._model, self._table))
-            for j, island in enumerate(drafted.islands)
+            (island_symbol(name, j), self._import(island, structure))
+            for j, (island, structure) in enumerate(
+                zip(drafted.islands, draft.islands, strict=True)
+            )
         )
         shown = f"{_kind(partition)}-{name[-6:]}" if shared else name
         source = Source(shown, (name,), emit_template(draft, name, self._target), islands)
@@ -135,10 +157,7 @@ class _Code:
             own = ""  # the one object is known when all its functions are
         else:
             own = self.add(source)
-        libraries = [
-            self.add(Source(symbol, (symbol,), emit()))
-            for symbol, emit in draft.libraries(self._target).items()
-        ]
+            self._announce(partition, [own])
         self.templates[name] = Template(
             name=name,
             symbol=name,
@@ -149,6 +168,16 @@ class _Code:
             regions=tuple(_region_names(drafted)),
         )
         return name
+
+    def _import(self, island: Island, structure: str) -> str:
+        """An island's MLIR; islands of one structure have the same, and are imported once."""
+        if structure not in self._imported:
+            self._imported[structure] = import_island(island, self._model, self._table)
+        return self._imported[structure]
+
+    def _announce(self, partition: Partition, keys: Sequence[str]) -> None:
+        """Says which sources a partition's rank can build now."""
+        self._ready(str(partition.unit), {key: self.sources[key] for key in keys if key})
 
     def close(self) -> None:
         """Puts the functions of a whole graph into one module."""
@@ -180,6 +209,9 @@ def _region_names(drafted: Drafted) -> Iterator[str]:
         if isinstance(item, Linear):
             parts = drafted.draft.parameters[item.weight - first_parameter].parts
             yield " ".join([kind, *(part.weight[0].split(".")[-2] for part in parts)])
+        elif isinstance(item, ExpertLinear):
+            (part,) = drafted.draft.parameters[item.weight - first_parameter].parts
+            yield f"experts {part.weight[0].split('.')[-1]}"
         elif isinstance(item, IslandCall):
             yield f"island {item.source}"
         else:

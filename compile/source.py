@@ -8,8 +8,11 @@ from pathlib import Path
 
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.versions import source_digest
+from buddy_pipeline.partition.sealed_json import seal, unseal
 
 INDEX = "index.json"
+#: Raised whenever the meaning of an index's field changes.
+FORMAT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,12 @@ class Source:
         islands = {f"{symbol}.mlir": text for symbol, text in self.islands}
         return {f"{self.name}.mlir": self.module, **islands}
 
+    def hashes(self) -> dict[str, str]:
+        """File name to the SHA-256 of its content."""
+        return {
+            name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.files().items()
+        }
+
     def write(self, folder: Path, write: Callable[[Path, bytes], None]) -> None:
         """Writes the files, and last an index that `read_source` starts from."""
         for name, text in self.files().items():
@@ -43,20 +52,40 @@ class Source:
             "name": self.name,
             "symbols": self.symbols,
             "islands": [symbol for symbol, _ in self.islands],
+            "sha256": self.hashes(),
         }
-        write(folder / INDEX, json.dumps(index).encode())
+        write(folder / INDEX, json.dumps(seal(FORMAT_VERSION, index), indent=1).encode())
 
 
-def read_source(folder: Path) -> Source:
-    """What `Source.write` wrote; OSError if a file is missing, ValueError if the index is bad."""
-    index = json.loads((folder / INDEX).read_text())
+def read_source(folder: Path, *, edited: bool = False) -> Source:
+    """What `Source.write` wrote; `edited` takes MLIR files that were changed since.
+
+    Raises OSError if a file is missing, and ValueError, naming the file, if it is not what was
+    written.
+    """
     try:
-        name, symbols, islands = str(index["name"]), tuple(index["symbols"]), index["islands"]
-    except (KeyError, TypeError) as error:
-        raise ValueError(f"{folder / INDEX} is malformed: {error!r}") from error
-    return Source(
+        index = unseal(FORMAT_VERSION, json.loads((folder / INDEX).read_text()))
+    except ValueError as error:
+        raise ValueError(f"{INDEX} {error}") from error
+    name = index["name"]
+    source = Source(
         name=name,
-        symbols=symbols,
+        symbols=tuple(index["symbols"]),
         module=(folder / f"{name}.mlir").read_text(),
-        islands=tuple((symbol, (folder / f"{symbol}.mlir").read_text()) for symbol in islands),
+        islands=tuple(
+            (symbol, (folder / f"{symbol}.mlir").read_text()) for symbol in index["islands"]
+        ),
     )
+    for file, digest in source.hashes().items():
+        if digest != index["sha256"][file] and not edited:
+            raise ValueError(f"{file} was changed after it was written")
+    return source
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether `read_source` finds there what was written."""
+    try:
+        read_source(folder)
+    except (OSError, ValueError):
+        return False
+    return True

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from buddy_pipeline.compile.formats import weight_format
-from buddy_pipeline.compile.kernels import attention, embedding, linear
+from buddy_pipeline.compile.formats.base import panel_bytes
+from buddy_pipeline.compile.kernels import attention, embedding, experts, linear, top_k
 from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.kernels.step import (
     declare_end_region,
@@ -61,6 +62,38 @@ class Linear:
 
 
 @dataclass(frozen=True)
+class ExpertLinear:
+    """out[j] = x · Wᵀ (+ bias) with the matrix of each expert that a token chose.
+
+    `step` is the distance of the rows of x that belong to a token's choices, 0 where all choices
+    read the same row.
+    """
+
+    x: Row
+    choice: Row
+    out: Row
+    weight: int
+    bias: int | None
+    step: int
+    choices: int
+    experts: int
+    depth: int
+    outputs: int
+    form: str
+
+
+@dataclass(frozen=True)
+class TopK:
+    """out = where the `count` greatest of each of `rows` rows of x lie."""
+
+    x: Row
+    out: Row
+    rows: int
+    width: int
+    count: int
+
+
+@dataclass(frozen=True)
 class Attention:
     """Causal attention over the cache; `kv` is the word of its KV offset, `sinks` and `slopes`
     those of what each head has of its own."""
@@ -99,7 +132,7 @@ class IslandCall:
     outputs: tuple[Row, ...]
 
 
-Item = Gather | Linear | Attention | Embedding | IslandCall
+Item = Gather | Linear | ExpertLinear | TopK | Attention | Embedding | IslandCall
 
 
 @dataclass
@@ -132,6 +165,9 @@ class Draft:
                 needs.append(
                     linear.linear_scratch_bytes(target, weight_format(item.form), item.depth)
                 )
+            elif isinstance(item, ExpertLinear):
+                form = weight_format(item.form)
+                needs.append(experts.experts_scratch_bytes(target, form, item.depth))
             elif isinstance(item, Attention):
                 needs.append(attention.attention_scratch_bytes(target, item.shape))
         return max(needs)
@@ -148,6 +184,12 @@ class Draft:
             if isinstance(item, Linear):
                 form = weight_format(item.form)
                 found[linear.linear_name(form)] = partial(linear.emit_linear, target, form)
+            elif isinstance(item, ExpertLinear):
+                form = weight_format(item.form)
+                found[linear.linear_name(form)] = partial(linear.emit_linear, target, form)
+                found[experts.experts_name(form)] = partial(experts.emit_experts, target, form)
+            elif isinstance(item, TopK):
+                found[top_k.TOP_K] = top_k.emit_top_k
             elif isinstance(item, Attention):
                 found[item.shape.name] = partial(attention.emit_attention, target, item.shape)
             elif isinstance(item, Embedding):
@@ -187,6 +229,11 @@ def _declare(t: Text, draft: Draft, name: str) -> None:
         if isinstance(item, Linear):
             name_of = linear.linear_name(weight_format(item.form))
             signatures[name_of] = [kind for _, kind in linear.SIGNATURE]
+        elif isinstance(item, ExpertLinear):
+            name_of = experts.experts_name(weight_format(item.form))
+            signatures[name_of] = [kind for _, kind in experts.SIGNATURE]
+        elif isinstance(item, TopK):
+            signatures[top_k.TOP_K] = [kind for _, kind in top_k.SIGNATURE]
         elif isinstance(item, Attention):
             signatures[item.shape.name] = [kind for _, kind in attention.SIGNATURE]
         elif isinstance(item, Embedding):
@@ -215,6 +262,10 @@ class _Writer:
             self._gather(item)
         elif isinstance(item, Linear):
             self._linear(item)
+        elif isinstance(item, ExpertLinear):
+            self._expert_linear(item)
+        elif isinstance(item, TopK):
+            self._top_k(item)
         elif isinstance(item, Attention):
             self._attention(item)
         elif isinstance(item, Embedding):
@@ -276,6 +327,46 @@ class _Writer:
         ]
         symbol = linear.linear_name(weight_format(item.form))
         self._call(symbol, values, [kind for _, kind in linear.SIGNATURE])
+
+    def _expert_linear(self, item: ExpertLinear) -> None:
+        t, form = self.t, weight_format(item.form)
+        values = [
+            self._base(item.x),
+            t.constant(item.x.stride),
+            t.constant(item.step),
+            self._base(item.choice),
+            t.constant(item.choice.stride),
+            self._base(item.out),
+            t.constant(item.out.stride),
+            self._pointer(item.weight),
+            self._optional(item.bias),
+            t.constant(panel_bytes(form, item.depth, self.target.panel)),
+            self.count,
+            t.constant(item.choices),
+            t.constant(item.experts),
+            t.constant(item.depth),
+            t.constant(item.outputs),
+            "%tid",
+            self.team,
+            self._thread_scratch(),
+        ]
+        self._call(experts.experts_name(form), values, [kind for _, kind in experts.SIGNATURE])
+
+    def _top_k(self, item: TopK) -> None:
+        t = self.t
+        values = [
+            self._base(item.x),
+            t.constant(item.x.stride),
+            t.constant(item.rows),
+            t.constant(item.width),
+            self._base(item.out),
+            t.constant(item.out.stride),
+            t.constant(item.count),
+            self.count,
+            "%tid",
+            self.team,
+        ]
+        self._call(top_k.TOP_K, values, [kind for _, kind in top_k.SIGNATURE])
 
     def _thread_scratch(self) -> str:
         t = self.t

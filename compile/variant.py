@@ -20,7 +20,7 @@ class Variant:
     """Of an embedding table that is also the head's weight. Rows of few bits and one scale are too
     coarse for it: int8 rows cost SmolLM2-135M 0.30 % of perplexity there, and 0.08 % elsewhere."""
     rest: str
-    """Of other embedding tables, and of linears that stay unquantised."""
+    """Of other embedding tables, of routers, and of linears that stay unquantised."""
     cache: str
     """Of the KV cache, one of `CACHE_TYPES`."""
     biased: bool = True
@@ -42,6 +42,10 @@ class Variant:
         if is_table:
             return self.table_and_head
         return self.rest if has_bias and not self.biased else self.weights
+
+    def router(self, names: Iterable[str]) -> str:
+        """The weight format of a linear that chooses experts: few numbers, on which much hangs."""
+        return self._own(names) or self.rest
 
     def table(self, names: Iterable[str]) -> str:
         """The weight format of an embedding table that is nobody's weight besides."""

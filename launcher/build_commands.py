@@ -11,6 +11,7 @@ from buddy_pipeline.launcher.settings import (
     BuildSettings,
     CompileSettings,
     ImportSettings,
+    PartitionSettings,
     StageSettings,
     VerifySettings,
 )
@@ -19,7 +20,7 @@ from buddy_pipeline.partition.layers import parse_split
 
 
 def add_build_commands(app: typer.Typer) -> None:
-    """Adds gen-config, import, compile, build, verify, pack and inspect."""
+    """Adds gen-config, import, compile, build, verify, run-partition, pack and inspect."""
     app.command("gen-config", help="Writes down everything that a spec leaves to be found out.")(
         gen_config
     )
@@ -32,6 +33,9 @@ def add_build_commands(app: typer.Typer) -> None:
     app.command("build", help="All stages in one: configuration, import, check, compile.")(build)
     app.command("verify", help="Checks that a split covers the model's whole graph, in order.")(
         verify
+    )
+    app.command("run-partition", help="Runs one partition alone, on saved or random values.")(
+        run_partition
     )
     app.command("pack", help="Writes one file a rank that runs without compiler and model.")(pack)
     app.command("inspect", help="Shows a build directory, manifest, object or weight file.")(
@@ -240,6 +244,33 @@ def verify(
 
 #: What the numeric check runs where no prompt is given.
 _PROMPT = "The layers of a pipeline are dealt out to ranks, and each computes its own."
+
+
+def run_partition(
+    build_dir: Annotated[Path, typer.Argument(metavar="BUILD_DIR", parser=path)],
+    partition: Annotated[str | None, typer.Argument(metavar="PARTITION")] = None,
+    *,
+    output: build_options.ValuesOutput,
+    inputs: build_options.ValuesInputs = None,
+    random: build_options.RandomValues = None,
+    tokens: build_options.Tokens = None,
+    step: build_options.Step = None,
+    threads: options.Threads = None,
+) -> int:
+    """Runs a partition of a compiled build directory, or all of them one after the other."""
+    settings = PartitionSettings(
+        build_dir=build_dir,
+        partition=partition,
+        inputs=tuple(inputs or ()),
+        random=random,
+        tokens=tokens,
+        step=step,
+        threads=threads,
+        output=output,
+    )
+    from buddy_pipeline.launcher.lone_partition import run_partition_command
+
+    return run_partition_command(settings)
 
 
 def pack(

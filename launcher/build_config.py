@@ -5,15 +5,19 @@
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from buddy_pipeline.compile.formats import FORMATS
 from buddy_pipeline.compile.granularity import Granularity, Sharing
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.launcher.model import resolve_model
+from buddy_pipeline.launcher.nearest import nearest
 from buddy_pipeline.launcher.settings import BuildSettings
+from buddy_pipeline.launcher.variants import known_cache_type
 from buddy_pipeline.partition.errors import UserError
 
 #: Raised whenever the meaning of a field changes.
@@ -127,15 +131,40 @@ def config_of(data: Any, where: str) -> BuildConfig:
             f" {FORMAT_VERSION}: {again}"
         )
     try:
-        return BuildConfig(
+        config = BuildConfig(
             spec=data["spec"],
             model_path=data["model_path"],
             formats=Variant(**data["formats"]),
             context=int(data["context"]),
             layers=int(data["layers"]),
-            granularity=Granularity(data["strategy"], Sharing(data["sharing"])),
+            granularity=Granularity(str(data["strategy"]), Sharing(data["sharing"])),
             target=Target(**data["target"]),
             model=dict(data["model"]),
         )
+        formats = config.formats
+        names = [
+            formats.weights,
+            formats.table_and_head,
+            formats.rest,
+            *dict(formats.tensors).values(),
+        ]
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{where} is not complete ({error}): {again}") from None
+    _check_names(config, [str(name) for name in names], where)
+    return config
+
+
+def _check_names(config: BuildConfig, formats: Sequence[str], where: str) -> None:
+    """Raises UserError for names that nothing has: a configuration may be edited."""
+    from buddy_pipeline.partition.strategies import layer_splitter
+
+    for name in formats:
+        if name not in FORMATS:
+            raise UserError(f"{where}: weight format {name!r} is unknown: {nearest(name, FORMATS)}")
+    try:
+        known_cache_type(str(config.formats.cache))
+        if not isinstance(config.model.get("model_type"), str):
+            raise UserError("model has no model_type: give the one of its config.json")
+        layer_splitter(config.granularity.strategy, config.family)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None

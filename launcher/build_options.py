@@ -3,7 +3,15 @@
 from pathlib import Path
 from typing import Annotated
 
-from buddy_pipeline.launcher.options import _MODEL, _OUTPUT, _PIPELINE, _option, _path, _whole
+from buddy_pipeline.launcher.options import (
+    _MODEL,
+    _OUTPUT,
+    _PIPELINE,
+    _PROMPT,
+    _option,
+    _path,
+    _whole,
+)
 
 _BUILD = "Build"
 
@@ -83,6 +91,18 @@ BuiltDir = Annotated[
 ]
 BundlePath = Annotated[
     Path | None, _path(_MODEL, "A bundle, or a folder with one a rank, in place of --spec.")
+]
+ValuesInputs = Annotated[
+    list[Path] | None,
+    _path(_PROMPT, "Saved values, .npz by name; may be given again.", "--inputs"),
+]
+ValuesOutput = Annotated[Path, _path(_OUTPUT, "The .npz to write.", "-o", "--output")]
+RandomValues = Annotated[
+    int | None, _whole(_PROMPT, "Random values where no file has them.", metavar="SEED", least=0)
+]
+Tokens = Annotated[int | None, _whole(_PROMPT, "Tokens, where no file says how many.", least=1)]
+Step = Annotated[
+    int | None, _whole(_PIPELINE, "Tokens at a time; 1 is decode, default all.", least=1)
 ]
 PackedWeights = Annotated[
     bool, _option(_BUILD, "Put the packed weights inside.", "--weights/--no-weights")

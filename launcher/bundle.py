@@ -28,12 +28,13 @@ from buddy_pipeline.compile.manifest import Parameter, Plan
 from buddy_pipeline.launcher.build_config import BuildConfig, config_of
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role, layer_ranges
+from buddy_pipeline.partition.sealed_json import seal, unseal
 from buddy_pipeline.ranks.checkpoint import Checkpoint, TokenizerSource, open_checkpoint
 from buddy_pipeline.ranks.packing import packed_bytes
 from buddy_pipeline.ranks.weight_files import map_file, parameter_key, parameter_places
 
 #: Raised whenever the meaning of a field or file changes.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 _INDEX, _PLAN = "bundle.json", "plan.json"
 _TOKENIZER = "tokenizer/tokenizer.json"
 #: Weights start at pages, so that a map of one is a map of whole pages.
@@ -57,7 +58,6 @@ def write_bundle(
     objects = read_objects(directory, manifest, plan.objects(partitions))
     parameters = [p for partition in partitions for p in partition.parameters]
     index: dict[str, Any] = {
-        "format": FORMAT_VERSION,
         "rank": rank,
         "world": manifest.world,
         "split": list(manifest.split),
@@ -79,6 +79,9 @@ def write_bundle(
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+    try:
         with zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED) as archive:
             for key, data in objects.items():
                 archive.writestr(f"objects/{key}.o", data)
@@ -92,12 +95,18 @@ def write_bundle(
                 index["tokenizer"] = _describe_tokenizer(tokenizer)
                 if tokenizer.json_path is not None:
                     archive.write(tokenizer.json_path, _TOKENIZER)
-            archive.writestr(_INDEX, json.dumps(index))
+            archive.writestr(_INDEX, json.dumps(seal(FORMAT_VERSION, index)))
         temporary.replace(path)
     except OSError as error:
-        raise UserError(f"bundle {path} cannot be written ({error.strerror})") from error
+        raise _unwritable(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _unwritable(path: Path, error: OSError) -> UserError:
+    return UserError(
+        f"bundle {path} cannot be written ({error.strerror}): give another folder with --output"
+    )
 
 
 class Bundle:
@@ -108,19 +117,19 @@ class Bundle:
         self.path = path
         try:
             self._archive = zipfile.ZipFile(path)
-            index = json.loads(self._archive.read(_INDEX))
-            if index.get("format") != FORMAT_VERSION:
-                raise UserError(
-                    f"bundle {path} was packed by another version: run 'buddy-pipeline pack' again"
-                )
+            index = unseal(FORMAT_VERSION, json.loads(self._archive.read(_INDEX)))
             self.config = config_of(index["config"], f"bundle {path}")
             self.plan = Plan.from_json(self._archive.read(_PLAN).decode())
         except FileNotFoundError:
             raise UserError(
                 f"bundle {path} does not exist: run 'buddy-pipeline pack' for this world"
             ) from None
-        except (OSError, zipfile.BadZipFile, KeyError, ValueError, AttributeError) as error:
+        except (OSError, zipfile.BadZipFile, KeyError) as error:
             raise self._broken(error) from None
+        except ValueError as error:
+            raise UserError(
+                f"bundle {path}: what it says of itself {error}: run 'buddy-pipeline pack' again"
+            ) from None
         self.rank, self.world = int(index["rank"]), int(index["world"])
         self.split = tuple(int(size) for size in index["split"])
         self._index = index
@@ -159,6 +168,10 @@ class Bundle:
             write_atomically(described["json_path"], self._archive.read(_TOKENIZER))
         source = TokenizerSource(**{**described, "eos_ids": tuple(described["eos_ids"])})
         return Checkpoint(self.path, self.config.model, {}, source)
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file inside."""
+        return {entry.filename: entry.file_size for entry in self._archive.infolist()}
 
     def digest(self) -> str:
         """A short name for what is inside."""

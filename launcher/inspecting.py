@@ -1,4 +1,4 @@
-"""The `inspect` command: what a build directory, an object or a weight file holds."""
+"""The `inspect` command: what a build directory, an object, a weight file or a bundle holds."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -11,6 +11,7 @@ from buddy_pipeline.compile.object_file import read_object_file
 from buddy_pipeline.compile.partition_manifest import PartitionManifest, parse_manifest
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.weight_files import MANIFEST as WEIGHTS_MANIFEST
+from buddy_pipeline.ranks.weight_files import read_weights_manifest
 
 
 @dataclass
@@ -58,14 +59,23 @@ def _table(path: Path) -> Table:
         return _weights_table(path.with_name(WEIGHTS_MANIFEST), only=path.name)
     elif path.suffix == ".o":
         return _object_table(path)
+    elif path.suffix == ".zip":
+        return _bundle_table(path)
     return _checkpoint_table(path)
 
 
 def _manifest_file(path: Path) -> Table:
     try:
-        return _manifest_table(parse_manifest(json.loads(path.read_text())))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} {error}: run 'buddy-pipeline import' again") from None
+        return _manifest_table(parse_manifest(path.read_text()))
+    except json.JSONDecodeError:
+        why = "is no JSON"
+    except OSError as error:
+        why = f"cannot be read ({error.strerror})"
+    except ValueError as error:
+        why = str(error)
+    raise UserError(
+        f"{path} {why}: inspect shows a partition_manifest.json as 'buddy-pipeline import' wrote it"
+    )
 
 
 def _manifest_table(manifest: PartitionManifest) -> Table:
@@ -121,17 +131,32 @@ def _object_table(path: Path) -> Table:
 
 
 def _weights_table(path: Path, only: str | None = None) -> Table:
-    try:
-        manifest = json.loads(path.read_text())
-        files = {n: f for n, f in manifest["files"].items() if only in (None, n)}
-        rows = [[name, len(f["parameters"]), f["bytes"]] for name, f in files.items()]
-        source = manifest["source"]
-        facts = {"made from": source["path"], "variant": source["variant"]}
-    except (OSError, ValueError, KeyError, TypeError):
+    manifest = read_weights_manifest(path.parent)
+    if manifest is None:
         raise UserError(
-            f"{path} does not describe packed weights: run 'buddy-pipeline import' again"
-        ) from None
+            f"{path} is missing, of another version, or was changed after it was written:"
+            " run 'buddy-pipeline import' again"
+        )
+    files = {n: f for n, f in manifest["files"].items() if only in (None, n)}
+    rows = [[name, len(f["parameters"]), f["bytes"]] for name, f in files.items()]
+    source = manifest["source"]
+    facts = {"made from": source["path"], "variant": source["variant"]}
     return Table(facts, ("file", "parameters", "bytes"), rows, {**manifest, "files": files})
+
+
+def _bundle_table(path: Path) -> Table:
+    from buddy_pipeline.launcher.bundle import Bundle
+
+    bundle = Bundle(path)
+    config = bundle.config
+    facts = {
+        "rank": f"{bundle.rank} of {bundle.world}",
+        "layers by rank": ", ".join(map(str, bundle.split)),
+        "model": f"{config.family}, {config.layers} layers, {config.variant}",
+        "CPU": f"{config.target.cpu} ({config.target.triple})",
+    }
+    sizes = bundle.sizes()
+    return Table(facts, ("file", "bytes"), list(sizes.items()), {**facts, "files": sizes})
 
 
 def _checkpoint_table(path: Path) -> Table:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.loader import Library
-from buddy_pipeline.compile.manifest import PartitionPlan, Plan
+from buddy_pipeline.compile.manifest import PartitionPlan, Plan, runs_unit
+from buddy_pipeline.compile.object_builder import ObjectBuilder
+from buddy_pipeline.compile.service import Ahead
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.building import build_objects, default_jobs, plan_model
 from buddy_pipeline.launcher.model import Model
@@ -60,19 +62,21 @@ def load_stage(
     weights that do not fit the model and for what cannot be compiled.
     """
     role, target = block_role(world.rank, world.world), host_target()
-    plan, _ = plan_model(model, target, cache, show)
-    partitions = needed_partitions(plan, layers, role)
-    parameters = list(dict.fromkeys(p for part in partitions for p in part.parameters))
-    weights = None if model.prebuilt is None else model.prebuilt.weights(parameters)
-    if weights is None:
-        check_parameters(parameters, model.checkpoint)
-    keys = plan.objects(partitions) if partitions else []
-    if model.prebuilt is None:
-        jobs = max(1, default_jobs() // world.local_size)
-        build_objects(plan, partitions, target, cache, jobs, show)
-        objects = [_object(key, cache) for key in keys]
-    else:
-        objects = model.prebuilt.objects(keys)
+    jobs = max(1, default_jobs() // world.local_size)
+    with ObjectBuilder(target, cache, jobs) as builder:
+        ahead = Ahead(builder, lambda unit: runs_unit(unit, layers, role))
+        plan, _ = plan_model(model, target, cache, show, ahead)
+        partitions = needed_partitions(plan, layers, role)
+        parameters = list(dict.fromkeys(p for part in partitions for p in part.parameters))
+        weights = None if model.prebuilt is None else model.prebuilt.weights(parameters)
+        if weights is None:
+            check_parameters(parameters, model.checkpoint)
+        keys = plan.objects(partitions) if partitions else []
+        if model.prebuilt is None:
+            build_objects(plan, partitions, builder, cache, show)
+            objects = [_object(key, cache) for key in keys]
+        else:
+            objects = model.prebuilt.objects(keys)
 
     # Compiler processes inherit the affinity, so the team is bound after they are done.
     team = threads_for(world, threads or model.spec.num_threads)

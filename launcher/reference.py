@@ -48,7 +48,10 @@ def _load(checkpoint: Checkpoint):  # type: ignore[no-untyped-def]  # torch is n
     fields.pop("torch_dtype", None)
     settings = AutoConfig.for_model(fields.pop("model_type"), **fields)
     model = AutoModelForCausalLM.from_config(
-        settings, dtype=torch.float32, attn_implementation="eager"
+        settings,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
     ).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

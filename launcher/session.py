@@ -165,7 +165,7 @@ def _load(
     world: World, opened: _Opened, settings: PipelineSettings, ranges: list[range]
 ) -> LoadedStage:
     show = world.rank == 0
-    layers, sizes = ranges[world.rank], _sizes(settings)
+    layers, sizes = ranges[world.rank], _sizes(opened.model, settings)
     return load_stage(opened.model, world, layers, settings.threads, sizes, opened.cache, show)
 
 
@@ -185,10 +185,15 @@ def _load_balanced(world: World, opened: _Opened, settings: PipelineSettings) ->
     return _together(world, lambda: kept or _load(world, opened, settings, ranges))
 
 
-def _sizes(settings: PipelineSettings) -> StepSizes:
+def _prefill_chunk(model: Model, settings: PipelineSettings) -> int | None:
+    """The command line's, else the spec's."""
+    return settings.prefill_chunk or model.spec.prefill_tokens
+
+
+def _sizes(model: Model, settings: PipelineSettings) -> StepSizes:
     most = settings.max_sequences
     return StepSizes(
-        tokens=max(CHUNK, most, settings.prefill_chunk or 0),
+        tokens=max(CHUNK, most, _prefill_chunk(model, settings) or 0),
         rows=most,
         slots=SLOTS_A_SEQUENCE * most,
     )
@@ -198,7 +203,7 @@ def _connect(
     world: World, opened: _Opened, loaded: LoadedStage, settings: PipelineSettings
 ) -> Session:
     """Puts the stage on the ring and, on rank 0, an engine in front of it."""
-    model, sizes = opened.model, _sizes(settings)
+    model, sizes = opened.model, _sizes(opened.model, settings)
     stage: Stage | WatchedStage = loaded.stage
     tiers = kv_tiers(model.context, model.spec.kv_tiers)
     positions = kv_positions(world, loaded.stage.kv.position_bytes, settings.kv_memory_bytes)
@@ -232,7 +237,7 @@ def _connect(
             sequences=settings.max_sequences,
             microbatches=in_flight,
             decode_groups=groups,
-            prefill_chunk=settings.prefill_chunk,
+            prefill_chunk=_prefill_chunk(model, settings),
         )
         scheduler = Scheduler(limits, Slots(sizes.slots, tiers, positions))
         engine = Engine(stage, ring, scheduler, bounds, adapt=settings.microbatches is None)

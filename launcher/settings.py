@@ -157,6 +157,25 @@ class ImportSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartitionSettings:
+    """`buddy-pipeline run-partition`: partitions of a build directory, each alone."""
+
+    build_dir: Path
+    partition: str | None
+    """Its name; None is all of them in order."""
+    inputs: tuple[Path, ...]
+    """Files of saved values."""
+    random: int | None
+    """The seed of values that no file holds; None asks for all of them in files."""
+    tokens: int | None
+    """None is as many as the files have."""
+    step: int | None
+    """Tokens at a time; None is all."""
+    threads: int | None
+    output: Path
+
+
+@dataclass(frozen=True, kw_only=True)
 class VerifySettings(ModelSettings):
     """`buddy-pipeline verify`: the structural check of a split, and a numeric one."""
 

@@ -1,8 +1,8 @@
 """The spec: a small JSON file that says which model to run and how, typed and checked.
 
-It takes the keys of buddy-mlir's spec files (`models/*/specs/*.json` in
-https://github.com/buddy-compiler/buddy-mlir) and two of ours, `weights_package` and
-`kv_cache_dtype`.
+It takes the keys of buddy-mlir's spec files for DeepSeek R1 (`models/deepseek_r1/specs/*.json` in
+https://github.com/buddy-compiler/buddy-mlir, and what its `tools/buddy-codegen/gen_config.py` reads
+besides) and two of ours, `weights_package` and `kv_cache_dtype`.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from buddy_pipeline.launcher.nearest import nearest
-from buddy_pipeline.launcher.spec_keys import check_object
+from buddy_pipeline.launcher.spec_keys import WITHOUT_EFFECT, check_object
 from buddy_pipeline.launcher.variants import known_variant
 from buddy_pipeline.partition.errors import UserError
 
@@ -44,8 +44,8 @@ class WeightsPackage:
 class Spec:
     """A spec file's content; see `load_spec`.
 
-    `decode_pack_vector_size` chooses between kernels of buddy-mlir. Here weights are packed once
-    for both phases, so it is checked and has no further effect.
+    Keys that choose how buddy-mlir does what is always done here, or name files that it makes and
+    this program does not, are checked and have no field: see `WITHOUT_EFFECT`.
     """
 
     name: str
@@ -64,18 +64,34 @@ class Spec:
     weights_package: WeightsPackage | None = None
     tiered_kv_cache: bool | dict[str, Any] = True
     """Whether a sequence's KV memory grows in tiers, and in which; see `kv_tiers`."""
-    decode_pack_vector_size: int | None = None
+    cache_sizes: list[int] | str | None = None
+    """The tiers where `tiered_kv_cache` does not say them itself."""
+    prefill_chunk: bool | int | None = None
+    """See `prefill_tokens`."""
 
     @property
     def kv_tiers(self) -> tuple[int, ...] | None:
         """Capacities in tokens below the context that a sequence's KV memory grows through; empty
         to take the whole context at once, None for the program's own."""
         tiers = self.tiered_kv_cache
-        if isinstance(tiers, bool):
-            return None if tiers else ()
-        if not tiers.get("enabled", True):
+        given: dict[str, Any] = {"enabled": tiers} if isinstance(tiers, bool) else tiers
+        if not given.get("enabled", True):
             return ()
-        return tuple(tiers["cache_sizes"]) if tiers.get("cache_sizes") else None
+        sizes = given.get("cache_sizes") or self.cache_sizes or []
+        if isinstance(sizes, str):
+            sizes = [int(size) for size in sizes.split(",")]
+        return tuple(sizes) or None
+
+    @property
+    def prefill_tokens(self) -> int | None:
+        """Most tokens of a prompt in one step, as --prefill-chunk; None for the program's own."""
+        if self.prefill_chunk is True:
+            return _PREFILL_CHUNK
+        return self.prefill_chunk or None
+
+
+#: What `"prefill_chunk": true` stands for.
+_PREFILL_CHUNK = 64
 
 
 def load_spec(name: str) -> Spec:
@@ -86,6 +102,7 @@ def load_spec(name: str) -> Spec:
     """
     fields = _parse(name, _read(name))
     check_object(f"spec {name}", fields)
+    fields = {key: value for key, value in fields.items() if key not in WITHOUT_EFFECT}
     if "weights_override" in fields:
         fields["weights_override"] = WeightsOverride(**fields["weights_override"])
     if "weights_package" in fields:

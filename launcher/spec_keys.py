@@ -48,9 +48,18 @@ _TEXT = _Kind("a text that is not empty", lambda value: isinstance(value, str) a
 _POSITIVE = _Kind("a whole number of 1 or more", lambda value: _is_count(value, 1))
 _COUNT = _Kind("a whole number of 0 or more", lambda value: _is_count(value, 0))
 _FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
-_SIZES = _Kind(
-    "a list of whole numbers of 1 or more",
-    lambda value: isinstance(value, list) and all(_is_count(size, 1) for size in value),
+
+
+def _is_sizes(value: Any) -> bool:
+    if isinstance(value, str):
+        return all(part.strip().isdecimal() and int(part) >= 1 for part in value.split(","))
+    return isinstance(value, list) and all(_is_count(size, 1) for size in value)
+
+
+_SIZES = _Kind('a list of whole numbers of 1 or more, such as [64, 128] or "64,128"', _is_sizes)
+_CHUNK = _Kind(
+    "true, false or a whole number of 0 or more",
+    lambda value: isinstance(value, bool) or _is_count(value, 0),
 )
 
 _DISTRIBUTION = _Kind(
@@ -92,5 +101,30 @@ _SPEC: Mapping[str, _Kind] = {
         lambda value: isinstance(value, bool | dict),
         {"enabled": _FLAG, "cache_sizes": _SIZES},
     ),
-    "decode_pack_vector_size": _POSITIVE,
+    "cache_sizes": _SIZES,
+    "prefill_chunk": _CHUNK,
+    # Weights are packed once, in one layout for both phases, for the CPU's own vectors.
+    "decode_pack_vector_size": _COUNT,
+    "decode_pack_panels_per_iteration": _COUNT,
+    # Weights always lie in one arena on huge pages.
+    "arena": _FLAG,
+    "hugepages": _FLAG,
+    # Files that buddy-mlir makes from a model. Tensors, tokenizer and configuration are read from
+    # the model itself, so that they belong together.
+    "weights_file": _TEXT,
+    "vocab_file": _TEXT,
+    "hf_config_path": _TEXT,
 }
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "decode_pack_vector_size",
+        "decode_pack_panels_per_iteration",
+        "arena",
+        "hugepages",
+        "weights_file",
+        "vocab_file",
+        "hf_config_path",
+    }
+)
+"""Keys of buddy-mlir that are accepted and change nothing here, for the reasons above."""

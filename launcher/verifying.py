@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from buddy_pipeline.compile.cache import Cache, write_atomically
 from buddy_pipeline.compile.granularity import Granularity
-from buddy_pipeline.compile.service import verify_split
+from buddy_pipeline.compile.service import ensure_plan, verify_split
 from buddy_pipeline.compile.target import host_target
-from buddy_pipeline.launcher.building import plan_model
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.settings import VerifySettings
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import layer_ranges
+from buddy_pipeline.partition.strategies import layer_splitter
 
 
 def verify_command(settings: VerifySettings) -> int:
@@ -21,10 +21,18 @@ def verify_command(settings: VerifySettings) -> int:
     is asked for, logits are what they should be."""
     if settings.report is not None:
         check_writable("--report", settings.report)
+    layer_splitter(settings.strategy, "")  # before anything is compiled
     model = replace(open_model(settings), granularity=Granularity(settings.strategy))
     ranges = layer_ranges(model.layers, settings.world, settings.split)
     cache = Cache.open(settings.cache_dir)
-    plan, _ = plan_model(model, host_target(), cache, show=False)
+    plan, _ = ensure_plan(
+        model.checkpoint.config,
+        model.formats,
+        host_target(),
+        cache,
+        model.granularity,
+        with_mlir=True,
+    )
     structure = verify_split(plan, model.checkpoint.config["model_type"], ranges, cache)
     report, ok = json.loads(structure.to_json()), structure.ok
     word = "every node once, in order" if structure.ok else "violations found"

@@ -20,7 +20,7 @@ class NodeKind(Enum):
     POSITIONS = "positions"  # the positions of the tokens, in every rank's message header
     PARAMETER = "parameter"  # a trained weight: loaded by the ranks that use it
     CONSTANT = "constant"  # a buffer or scalar that a rank can make by itself
-    KERNEL = "kernel"  # linear, attention, embedding: compiled by an emitter of ours
+    KERNEL = "kernel"  # linear, attention, experts, …: compiled by an emitter of ours
     VIEW = "view"  # another layout of the same bytes as `inputs[0]`, for one token
     COMPUTE = "compute"  # elementwise arithmetic and reductions: compiled in islands
     OUTPUT = "output"  # the graph's result: names values, computes nothing

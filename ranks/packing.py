@@ -1,7 +1,7 @@
 """Weights in the layouts that kernels read, made from a checkpoint's rows in bounded pieces."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -26,7 +26,7 @@ def check_parameters(parameters: Iterable[Parameter], checkpoint: Checkpoint) ->
         for part in parameter.parts:
             checkpoint.expect(*part.weight, shape=part.shape)
             if part.bias:
-                checkpoint.expect(*part.bias, shape=(part.rows,))
+                checkpoint.expect(*part.bias, shape=part.bias_shape)
 
 
 def pack_parameters(
@@ -63,8 +63,9 @@ def packed_bytes(parameter: Parameter) -> int:
 def pack(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:
     """Writes one parameter in its layout to `place`, uint8 [packed_bytes], which holds zeros.
 
-    "panels": [panels, panel bytes], parts one after the other, missing outputs of a part's last
-    panel zero. "panel_bias": float32 [panels · panel]. "plain": the elements as stored, float32.
+    "panels": [panels, panel bytes], matrices one after the other, missing outputs of a matrix's
+    last panel zero. "panel_bias": float32 [panels · panel]. "plain": the elements as stored,
+    float32.
     """
     if parameter.layout == "panels":
         _pack_panels(parameter, checkpoint, place)
@@ -77,8 +78,15 @@ def pack(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> Non
 
 
 def _panel_counts(parameter: Parameter) -> list[int]:
-    """Panels of each part."""
-    return [-(-part.rows // parameter.panel) for part in parameter.parts]
+    """Panels of each matrix."""
+    return [-(-part.rows // parameter.panel) for part, _ in _matrices(parameter)]
+
+
+def _matrices(parameter: Parameter) -> Iterator[tuple[WeightPart, int]]:
+    """The matrices of all parts: (part, which of its stack)."""
+    for part in parameter.parts:
+        for matrix in range(part.matrices):
+            yield part, matrix
 
 
 def _pack_panels(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:
@@ -86,22 +94,21 @@ def _pack_panels(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray
     counts = _panel_counts(parameter)
     panels = place.reshape(sum(counts), -1)
     start = 0
-    for part, count in zip(parameter.parts, counts, strict=True):
+    for (part, matrix), count in zip(_matrices(parameter), counts, strict=True):
         name = checkpoint.expect(*part.weight, shape=part.shape).name
-        _pack_part(panels[start : start + count], part, name, form, width, checkpoint)
+        outputs = outputs_reader(form, part, name, checkpoint, matrix)
+        _pack_matrix(panels[start : start + count], part, form, width, outputs)
         start += count
 
 
-def _pack_part(
+def _pack_matrix(
     panels: np.ndarray,
     part: WeightPart,
-    name: str,
     form: WeightFormat,
     width: int,
-    checkpoint: Checkpoint,
+    outputs: Callable[[int, int], np.ndarray],
 ) -> None:
     """Packs one matrix, some panels at a time."""
-    outputs = outputs_reader(form, part, name, checkpoint)
     piece = max(1, _PIECE // (width * part.columns))
     for first in range(0, len(panels), piece):
         low, high = first * width, min((first + piece) * width, part.rows)
@@ -109,20 +116,28 @@ def _pack_part(
 
 
 def outputs_reader(
-    form: WeightFormat, part: WeightPart, name: str, checkpoint: Checkpoint
+    form: WeightFormat, part: WeightPart, name: str, checkpoint: Checkpoint, matrix: int = 0
 ) -> Callable[[int, int], np.ndarray]:
     """A function that reads outputs `low` to `high` of a matrix as the format packs them: as the
-    checkpoint keeps them where it can, else by way of f32."""
+    checkpoint keeps them where it can, else by way of f32. `matrix` is which of a stack."""
+    before = matrix * part.rows  # outputs of the stack
     if form.source in ROW_FORMATS and checkpoint.has_records(name, form.source):
         return lambda low, high: checkpoint.records(name, low, high)
     is_kept = checkpoint.tensors[name].dtype == form.source.upper()
     if is_kept and checkpoint.keeps_outputs(name, part.transposed):
         kind = _STORED.get(form.source, np.uint8)
-        return lambda low, high: checkpoint.stored_outputs(name, low, high).view(kind)
+        return lambda low, high: checkpoint.stored_outputs(name, before + low, before + high).view(
+            kind
+        )
     if not part.transposed:
-        return lambda low, high: _converted(form, checkpoint.read_rows(name, low, high), name)
+        return lambda low, high: _converted(
+            form, checkpoint.read_outputs(name, before + low, before + high), name
+        )
     # A weight stored as [inputs, outputs] has no rows to read piece by piece: all of it is read.
-    whole = checkpoint.read(name).T
+    if part.is_stack:
+        whole = checkpoint.read_rows(name, matrix, matrix + 1)[0].T
+    else:
+        whole = checkpoint.read(name).T
     return lambda low, high: _converted(form, np.ascontiguousarray(whole[low:high]), name)
 
 
@@ -136,8 +151,9 @@ def _converted(form: WeightFormat, rows: np.ndarray, name: str) -> np.ndarray:
 
 def _pack_bias(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:
     values, start = place.view(np.float32), 0
-    for part, count in zip(parameter.parts, _panel_counts(parameter), strict=True):
+    for (part, matrix), count in zip(_matrices(parameter), _panel_counts(parameter), strict=True):
         if part.bias:
-            name = checkpoint.expect(*part.bias, shape=(part.rows,)).name
-            values[start : start + part.rows] = checkpoint.read_rows(name, 0, part.rows)
+            name = checkpoint.expect(*part.bias, shape=part.bias_shape).name
+            bias = checkpoint.read(name).reshape(part.matrices, part.rows)[matrix]
+            values[start : start + part.rows] = bias
         start += count * parameter.panel

@@ -173,11 +173,16 @@ def _tensors(checkpoint: Checkpoint, parameter: Parameter, part: WeightPart) -> 
         info = checkpoint.expect(*part.weight, shape=part.shape)
         source = weight_format(parameter.form).source
         if parameter.layout == "panels" and source in ROW_FORMATS:
+            if part.is_stack:
+                raise UserError(
+                    f"tensor '{info.name}' is a stack of experts, which quantize cannot write: run"
+                    " the model itself with --variant, which quantises while it loads"
+                )
             yield _Matrix(info.name, part, source, parameter.form)
         else:
             yield _Plain(info.name, info.shape, info.dtype if info.dtype in _KEPT else "F32")
     elif part.bias:
-        info = checkpoint.expect(*part.bias, shape=(part.rows,))
+        info = checkpoint.expect(*part.bias, shape=part.bias_shape)
         yield _Plain(info.name, info.shape, info.dtype if info.dtype in _KEPT else "F32")
 
 

@@ -20,13 +20,14 @@ import numpy as np
 from buddy_pipeline.compile.cache import write_atomically
 from buddy_pipeline.compile.manifest import Parameter, PartitionPlan
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.partition.sealed_json import seal, unseal
 from buddy_pipeline.ranks.checkpoint import Checkpoint
 from buddy_pipeline.ranks.memory_blocks import ALIGNMENT, aligned_zeros
 from buddy_pipeline.ranks.packing import check_parameters, pack, pack_parameters, packed_bytes
 
 MANIFEST = ".buddy_weights_manifest.json"
 #: Raised whenever packed bytes change their meaning.
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,15 @@ def export_weights(
     source = _describe_source(checkpoint.path, variant)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        manifest = _read_manifest(folder) if reuse else None
+        manifest = read_weights_manifest(folder) if reuse else None
         files = manifest["files"] if manifest and manifest["source"] == source else {}
         missing = [unit for unit in units if not _is_whole(folder, unit, files)]
         packed = None if direct or not missing else _all_in_one(missing, checkpoint)
         for unit in missing:
             _write_unit(folder, unit, checkpoint, packed)
             files[unit.name] = _describe_file(folder, unit)
-        content = {"format": _FORMAT_VERSION, "source": source, "files": files}
         if missing:
+            content = seal(_FORMAT_VERSION, {"source": source, "files": files})
             write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())
     except OSError as error:
         raise UserError(
@@ -109,7 +110,7 @@ def parameter_places(
     None if some are not there or not as they were written, or if they were not made from what is
     at `source`, a checkpoint's path and the variant, now.
     """
-    manifest = _read_manifest(folder)
+    manifest = read_weights_manifest(folder)
     if manifest is None:
         return None
     if source is not None and manifest["source"] != _describe_source(*source):
@@ -245,15 +246,12 @@ def _is_unchanged(path: Path, entry: Mapping[str, Any]) -> bool:
     return _describe_stat(path) == {name: entry[name] for name in ("bytes", "mtime_ns")}
 
 
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The folder's manifest; None if it has none that can be used."""
+def read_weights_manifest(folder: Path) -> dict[str, Any] | None:
+    """The `source` and `files` of a folder's manifest; None if it has none that can be used."""
     try:
-        manifest = json.loads((folder / MANIFEST).read_text())
+        return unseal(_FORMAT_VERSION, json.loads((folder / MANIFEST).read_text()))
     except (OSError, ValueError):
         return None
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT_VERSION:
-        return None
-    return manifest if {"source", "files"} <= manifest.keys() else None
 
 
 def map_file(path: Path) -> np.ndarray:

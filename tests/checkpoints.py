@@ -91,6 +91,48 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 
 FAMILIES = tuple(_FAMILIES)
 
+_MIXTURES: dict[str, dict[str, Any]] = {
+    # Three of seven experts; the weights of those chosen add up to one.
+    "qwen3_moe": {
+        "hidden_size": 52,
+        "intermediate_size": 90,
+        "moe_intermediate_size": 27,
+        "num_experts": 7,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+        "head_dim": 20,
+        "tie_word_embeddings": False,
+    },
+    # Its files call the matrices w1, w2 and w3 of block_sparse_moe.
+    "mixtral": {
+        "hidden_size": 48,
+        "intermediate_size": 43,
+        "num_local_experts": 5,
+        "num_experts_per_tok": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "sliding_window": None,
+        "tie_word_embeddings": False,
+    },
+    # Norms over whole queries and keys; weights that are left as the softmax has them.
+    "olmoe": {
+        "hidden_size": 60,
+        "intermediate_size": 33,
+        "num_experts": 9,
+        "num_experts_per_tok": 4,
+        "norm_topk_prob": False,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 5,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    },
+}
+
+MIXTURES = tuple(_MIXTURES)
+"""Families whose feed-forward is a mixture of experts."""
+
 
 class Reference(NamedTuple):
     """What transformers computes in float32."""
@@ -104,7 +146,8 @@ def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
     """The config.json of a tiny model, with every field that transformers would write."""
     from transformers import AutoConfig
 
-    settings = AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES[family], **overrides})
+    fields = {**_COMMON, **{**_FAMILIES, **_MIXTURES}[family], **overrides}
+    settings = AutoConfig.for_model(family, **fields)
     return settings.to_dict()
 
 
@@ -115,18 +158,21 @@ def tiny_checkpoint(
     seed: int = 0,
     dtype: str = "float32",
     max_shard_size: str | None = None,
+    as_published: bool = True,
     **overrides: Any,
 ) -> Path:
     """Write a random model of `family` and a byte-level tokenizer into `path`.
 
     `overrides` are fields of the family's transformers config, which FAMILIES need none of.
-    `max_shard_size`, such as "40KB", shards the safetensors file. The same arguments give the
-    same bytes. Returns `path`.
+    `max_shard_size`, such as "40KB", shards the safetensors file. Tensors have the names of
+    published checkpoints, or else those that transformers' classes have. The same arguments give
+    the same bytes. Returns `path`.
     """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **{**_COMMON, **_FAMILIES.get(family, {}), **overrides})
+    own = {**_FAMILIES, **_MIXTURES}.get(family, {})
+    config = AutoConfig.for_model(family, **{**_COMMON, **own, **overrides})
     model = AutoModelForCausalLM.from_config(config)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -140,7 +186,7 @@ def tiny_checkpoint(
                 parameter.copy_(0.2 * noise)
     model.to(getattr(torch, dtype))
     shards = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-    model.save_pretrained(path, **shards)
+    model.save_pretrained(path, save_original_format=as_published, **shards)
     _write_tokenizer(path)
     return path
 
@@ -148,14 +194,17 @@ def tiny_checkpoint(
 def reference_logits(path: Path, ids: np.ndarray, new_tokens: int) -> Reference:
     """Run the checkpoint in `path` over `ids` [prompt] and `new_tokens` greedy steps.
 
-    Float32 and eager attention whatever the checkpoint's dtype, and no KV cache, so that neither
-    rounding nor a cache of transformers' own is part of the reference.
+    Float32, eager attention and experts whatever the checkpoint's dtype, and no KV cache, so that
+    neither rounding nor a cache or kernel of transformers' own is part of the reference.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=torch.float32, attn_implementation="eager"
+        path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        experts_implementation="eager",
     ).eval()
     sequence = torch.as_tensor(np.asarray(ids, dtype=np.int64))[None]
     with torch.no_grad():

@@ -24,7 +24,10 @@ READ_BY_RANKS = (
 MAY_IMPORT = {
     "partition": ("partition",),
     "compile": ("compile", "partition"),
-    "ranks": ("ranks", *READ_BY_RANKS, "partition.layers", "partition.errors"),
+    "ranks": (
+        *("ranks", *READ_BY_RANKS),
+        *("partition.layers", "partition.errors", "partition.sealed_json"),
+    ),
     "launcher": ("launcher", "ranks", "compile", "partition"),
 }
 

@@ -51,11 +51,21 @@ Splitter = Callable[[Layer], list[Piece]]
 
 
 def by_module(layer: Layer) -> list[Piece]:
-    """A piece for each run of nodes in one direct child module of the layer.
+    """A piece for each run of nodes in one direct child module of the layer, named like it."""
+    return by_part(layer, lambda inside: inside.split(".")[0] or RESIDUAL)
 
-    Runs that only lay bytes out anew join the piece before them (or, at the start, behind them).
+
+def by_part(layer: Layer, part: Callable[[str], str]) -> list[Piece]:
+    """A piece for each run of nodes for which `part` is the same, named by it.
+
+    `part` gets a node's module below the layer: "mlp.act_fn", "" for the layer's own nodes. Runs
+    that only lay bytes out anew join the piece before them (or, at the start, behind them).
     """
-    runs = [list(run) for _, run in groupby(layer.nodes, key=lambda n: _child(layer.path, n))]
+
+    def part_of(node: GraphNode) -> str:
+        return part(_inside(layer.path, node))
+
+    runs = [list(run) for _, run in groupby(layer.nodes, key=part_of)]
     joined: list[list[GraphNode]] = []
     waiting: list[GraphNode] = []
     for run in runs:
@@ -68,7 +78,7 @@ def by_module(layer: Layer) -> list[Piece]:
             waiting += run
     if waiting:
         joined.append(waiting)
-    pieces = [Piece(_name(layer.path, run), tuple(run)) for run in joined]
+    pieces = [Piece(part_of(_first_working(run)), tuple(run)) for run in joined]
     return join((piece.name, [piece]) for piece in pieces)
 
 
@@ -83,14 +93,11 @@ def join(groups: Iterable[tuple[str, Sequence[Piece]]]) -> list[Piece]:
     return pieces
 
 
-def _name(path: str, run: Sequence[GraphNode]) -> str:
-    """The child module of a run's first node that computes."""
-    working = next((node for node in run if node.kind is not NodeKind.VIEW), run[0])
-    return _child(path, working) or RESIDUAL
+def _first_working(run: Sequence[GraphNode]) -> GraphNode:
+    """A run's first node that computes."""
+    return next((node for node in run if node.kind is not NodeKind.VIEW), run[0])
 
 
-def _child(path: str, node: GraphNode) -> str:
-    """The layer's direct child module that a node is in; "" for the layer's own nodes."""
-    if not node.module.startswith(f"{path}."):
-        return ""
-    return node.module.removeprefix(f"{path}.").split(".")[0]
+def _inside(path: str, node: GraphNode) -> str:
+    """A node's module below the layer's; "" for the layer's own nodes."""
+    return node.module.removeprefix(f"{path}.") if node.module.startswith(f"{path}.") else ""

@@ -42,6 +42,8 @@ _TIED_BY_DEFAULT = frozenset(
 _HEAD = "lm_head.weight"
 # What GPT-NeoX calls its head in files; transformers renames it when it loads them.
 _GPT_NEOX_HEAD = "embed_out.weight"
+# What Mixtral calls its mixture of experts in files; transformers renames it too.
+_MLP, _MIXTRAL_MLP = ".mlp.", ".block_sparse_moe."
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,13 @@ class StoredTensor(Protocol):
         """
         ...
 
+    def outputs(self, start: int, stop: int) -> np.ndarray:
+        """Read what lies along the last dimension, float32 [stop - start, shape[-1]].
+
+        Of a matrix these are its rows; those of a stack of matrices are counted through.
+        """
+        ...
+
     def keeps_outputs(self, transposed: bool) -> bool:
         """Whether `stored_outputs` can be asked for."""
         ...
@@ -95,7 +104,7 @@ class StoredTensor(Protocol):
     def stored_outputs(self, start: int, stop: int) -> np.ndarray:
         """Return outputs in the stored type, uint8 [stop - start, bytes of an output].
 
-        The range is within the outputs of a matrix that keeps them.
+        The range is within the outputs of a matrix, or stack of matrices, that keeps them.
         """
         ...
 
@@ -198,16 +207,29 @@ class Checkpoint:
             return np.empty((0, *info.shape[1:]), np.float32)
         return self._stored[name].rows(start, stop)
 
+    def read_outputs(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Read rows of a matrix, or of a stack of matrices counted through, as float32
+        [stop - start, shape[-1]]; otherwise as `read_rows`, whose errors it raises.
+        """
+        shape = self._check_readable(name).shape
+        if not 0 <= start <= stop <= prod(shape[:-1]):
+            raise IndexError(f"outputs {start}:{stop} of tensor {name} with shape {list(shape)}")
+        if start == stop:
+            return np.empty((0, shape[-1]), np.float32)
+        return self._stored[name].outputs(start, stop)
+
     def keeps_outputs(self, name: str, transposed: bool) -> bool:
-        """Whether the file holds the numbers of each output of a matrix one after the other.
+        """Whether the file holds the numbers of each output of a matrix, or of each matrix of a
+        stack, one after the other.
 
         transposed: outputs are the columns, as Hugging Face has the matrix.
         """
         info = self._check_readable(name)
-        return len(info.shape) == 2 and self._stored[name].keeps_outputs(transposed)
+        return len(info.shape) in (2, 3) and self._stored[name].keeps_outputs(transposed)
 
     def stored_outputs(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Read a matrix's outputs in its own type, uint8 [stop - start, bytes of an output].
+        """Read a matrix's outputs, or a stack's counted through, in its own type, uint8
+        [stop - start, bytes of an output].
 
         For matrices of which `keeps_outputs` is true, and for whoever computes on a type as it is.
         """
@@ -267,10 +289,13 @@ class Checkpoint:
 
 
 def _spellings(name: str) -> list[str]:
-    """`name`, then `name` without its base model's prefix or with each possible one."""
+    """`name`, then `name` without its base model's prefix or with each possible one, then as
+    Mixtral's files have it."""
     if name == _HEAD:
         return [name, _GPT_NEOX_HEAD]
+    spellings = [name, *(prefix + name for prefix in _BASE_MODEL_PREFIXES)]
     for prefix in _BASE_MODEL_PREFIXES:
         if name.startswith(prefix):
-            return [name, name.removeprefix(prefix)]
-    return [name, *(prefix + name for prefix in _BASE_MODEL_PREFIXES)]
+            spellings = [name, name.removeprefix(prefix)]
+    renamed = [s.replace(_MLP, _MIXTRAL_MLP) for s in spellings if _MLP in s]
+    return spellings + renamed

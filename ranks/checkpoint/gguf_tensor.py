@@ -38,6 +38,9 @@ class GgufTensor:
             return self._permuted_rows(start, stop)
         return read_stored(self.file, self.entry, start, stop)
 
+    def outputs(self, start: int, stop: int) -> np.ndarray:
+        return self.rows(start, stop)
+
     def keeps_outputs(self, transposed: bool) -> bool:
         return transposed == (self.change is Change.TRANSPOSED)
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint.checkpoint import Checkpoint, TokenizerSource
+from buddy_pipeline.ranks.checkpoint.expert_stack import stack_experts
 from buddy_pipeline.ranks.checkpoint.json_file import read_json_object, read_text
 from buddy_pipeline.ranks.checkpoint.quantised_directory import (
     QUANTIZATION,
@@ -31,7 +32,7 @@ def open_hf_directory(path: Path) -> Checkpoint:
     config = read_hf_config(path)
     files, tokenizer = _stored_tensors(path), _tokenizer_source(path, config)
     if not (path / QUANTIZATION).is_file():
-        return Checkpoint(path, config, files, tokenizer)
+        return Checkpoint(path, config, stack_experts(path, files), tokenizer)
     stored, quantisation = open_quantised(path, files)
     return Checkpoint(path, config, stored, tokenizer, quantisation)
 

@@ -59,6 +59,9 @@ class QuantisedTensor:
     def is_readable(self) -> bool:
         return True
 
+    def outputs(self, start: int, stop: int) -> np.ndarray:
+        return self.rows(start, stop)
+
     def keeps_outputs(self, transposed: bool) -> bool:
         return False  # records are read by `records`
 

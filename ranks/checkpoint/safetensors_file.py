@@ -71,20 +71,27 @@ class SafetensorsTensor:
         return not transposed
 
     def stored_outputs(self, start: int, stop: int) -> np.ndarray:
-        begin, end = self._range(start, stop)
+        begin, end = self._range(start, stop, self.info.shape[-1:])
         rows = self.file.view(begin, end).reshape(stop - start, -1).copy()
         self.file.release(begin, end)
         return rows
 
-    def _range(self, start: int, stop: int) -> tuple[int, int]:
-        """The bytes of the file that hold these rows."""
-        row_bytes = prod(self.info.shape[1:]) * _DTYPE_BYTES[self.info.dtype]
-        return self.begin + start * row_bytes, self.begin + stop * row_bytes
-
     def rows(self, start: int, stop: int) -> np.ndarray:
-        begin, end = self._range(start, stop)
+        return self._read(start, stop, self.info.shape[1:])
+
+    def outputs(self, start: int, stop: int) -> np.ndarray:
+        return self._read(start, stop, self.info.shape[-1:])
+
+    def _range(self, start: int, stop: int, shape: tuple[int, ...]) -> tuple[int, int]:
+        """The bytes of the file that hold these parts, each of `shape`."""
+        part_bytes = prod(shape) * _DTYPE_BYTES[self.info.dtype]
+        return self.begin + start * part_bytes, self.begin + stop * part_bytes
+
+    def _read(self, start: int, stop: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Parts of `shape` in float32, [stop - start, *shape]."""
+        begin, end = self._range(start, stop, shape)
         stored = self.file.view(begin, end).view(_NUMPY_DTYPES[self.info.dtype])
-        out = np.empty((stop - start, *self.info.shape[1:]), np.float32)
+        out = np.empty((stop - start, *shape), np.float32)
         flat = out.reshape(-1)
         if self.info.dtype == "BF16":
             bits = flat.view(np.uint32)

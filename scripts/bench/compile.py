@@ -1,12 +1,22 @@
+#!/usr/bin/env python3
 """Compile times of a published shape: whole graph against partitions, cold, stage by stage.
 
     scripts/bench/compile.py [--shape NAME] [--jobs 2] [--only ROW,ROW] [--json FILE]
 
-Each row starts from an empty cache. No weights are made or read.
+Each row starts from an empty cache. No weights are made or read. Rows up to `warm` call the stages
+one after the other: `compile` has the start of its processes in it. Rows from `build` on are the
+command `buddy-pipeline build` as a user types it, timed from outside; it compiles while it still
+imports, so that its `compile` is what is left then. `build-warm` is the same command once more, and
+`build-rank-of-4` is for rank 1 of a world of 4. CPU seconds, of all processes, say how much of the
+time was work where other things run on the machine.
 """
 
 from __future__ import annotations
 
+import json as json_text
+import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -43,6 +53,8 @@ class Row:
     compile: float
     total: float
     """With starting the compiler processes."""
+    cpu: float
+    """CPU seconds of the child processes."""
     objects: int
     bytes: int
 
@@ -79,11 +91,14 @@ def main(
     report.write_json(json, data)
 
 
-_HEAD = ("row", "export s", "import s", "verify s", "compile s", "total s", "objects", "bytes")
+_HEAD = (
+    *("row", "export s", "import s", "verify s", "compile s", "total s", "CPU s"),
+    *("objects", "bytes"),
+)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    times = (row.export, row.imports, row.verify, row.compile, row.total)
+    times = (row.export, row.imports, row.verify, row.compile, row.total, row.cpu)
     return (row.name, *(f"{t:.2f}" for t in times), str(row.objects), f"{row.bytes:,}")
 
 
@@ -102,6 +117,11 @@ def _rows(config: dict[str, Any], jobs: int) -> dict[str, Callable[[], Row]]:
         "fine": ours("fine", Granularity("fine")),
         "rank-of-4": ours("rank-of-4", Granularity("coarse"), world=4),
         "warm": lambda: _measure_warm(config, jobs),
+        "build": lambda: _measure_command("build", config, jobs),
+        "build-warm": lambda: _measure_command("build-warm", config, jobs, warm=True),
+        "build-rank-of-4": lambda: _measure_command(
+            "build-rank-of-4", config, jobs, "--rank", "1", "--world", "4"
+        ),
     }
 
 
@@ -129,8 +149,8 @@ def _stages(
     cache: Cache,
 ) -> Row:
     target = host_target()
-    started = time.perf_counter()
-    plan, times = ensure_plan(config, VARIANTS["f32"], target, cache, granularity)
+    started, cpu = time.perf_counter(), _cpu_of_children()
+    plan, times = ensure_plan(config, VARIANTS["f32"], target, cache, granularity, with_mlir=True)
     planned = time.perf_counter()
     ranges = layer_ranges(plan.layers, world)
     faults = verify_split(plan, config["model_type"], ranges, cache).violations
@@ -147,15 +167,51 @@ def _stages(
         verified - planned,
         now - verified,
         now - started,
+        _cpu_of_children() - cpu,
         len(keys),
         sum(len(cache.read_object(key) or b"") for key in keys),
     )
 
 
 def _measure_naive(config: dict[str, Any]) -> Row:
+    cpu = _cpu_of_children()
     times = compile_naively(config, _NAIVE_TOKENS, host_target())
     total = times.export + times.imports + times.compile
-    return Row("naive", times.export, times.imports, 0.0, times.compile, total, 1, times.bytes)
+    stages = (times.export, times.imports, 0.0, times.compile)
+    return Row("naive", *stages, total, _cpu_of_children() - cpu, 1, times.bytes)
+
+
+def _measure_command(
+    name: str, config: dict[str, Any], jobs: int, *more: str, warm: bool = False
+) -> Row:
+    """`buddy-pipeline build` on a folder that holds a config.json only; `warm` for the second."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        (root / "model").mkdir()
+        (root / "model" / "config.json").write_text(json_text.dumps(config))
+        (root / "spec.json").write_text('{"variant": "f32"}')
+        words = ["build", "--spec", "spec.json", "--local-model", "model", "--skip-weights"]
+        words += ["--build-dir", "build", "--cache-dir", "cache", "-j", str(jobs)]
+        words += ["--time-report", "times.json", *more]
+        for _ in range(1 + warm):
+            started, cpu = time.perf_counter(), _cpu_of_children()
+            run = subprocess.run([_COMMAND, *words], cwd=root, capture_output=True, text=True)
+            total, cpu = time.perf_counter() - started, _cpu_of_children() - cpu
+            if run.returncode != 0:
+                raise UserError(f"{' '.join(words)} failed: {run.stderr.strip()}")
+        report = json_text.loads((root / "times.json").read_text())
+        stages = (report["seconds"][stage] for stage in ("export", "import", "verify", "compile"))
+        size = sum(file.stat().st_size for file in (root / "build" / "objects").iterdir())
+        return Row(name, *stages, total, cpu, len(report["objects"]), size)
+
+
+_COMMAND = Path(sys.executable).parent / "buddy-pipeline"
+
+
+def _cpu_of_children() -> float:
+    """CPU seconds of all processes that were started from here and have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _empty_cache() -> Any:

@@ -16,7 +16,7 @@ import pytest
 from buddy_pipeline.compile.codegen import compile_object
 from buddy_pipeline.compile.formats import FORMATS, WeightFormat
 from buddy_pipeline.compile.formats.base import panel_bytes
-from buddy_pipeline.compile.kernels import attention, driver, embedding, linear
+from buddy_pipeline.compile.kernels import attention, driver, embedding, experts, linear, top_k
 from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.lowering import lower_kernel
@@ -67,10 +67,19 @@ def kernel_object(text: str, symbol: str, target: Target) -> bytes:
 
 
 @functools.cache
-def load(text: str, symbol: str, target: Target, kinds: tuple[str, ...]) -> Callable[..., None]:
-    """A kernel as a function of arrays, integers and floats; None is a null pointer."""
+def load(
+    text: str,
+    symbol: str,
+    target: Target,
+    kinds: tuple[str, ...],
+    called: tuple[tuple[str, str], ...] = (),
+) -> Callable[..., None]:
+    """A kernel as a function of arrays, integers and floats; None is a null pointer.
+
+    `called` are the kernels that it calls: text and symbol of each."""
     objects = [
         kernel_object(text, symbol, target),
+        *(kernel_object(other, name, target) for other, name in called),
         kernel_object(driver.emit_driver(target), driver.DRIVER, target),
     ]
     library = Library(objects, [symbol])
@@ -247,6 +256,90 @@ def _embedding_kernel(target: Target, form: str) -> Callable[..., None]:
     kinds = tuple(kind for _, kind in embedding.SIGNATURE)
     text = embedding.emit_embedding(target, FORMATS[form])
     return load(text, embedding.embedding_name(FORMATS[form]), target, kinds)
+
+
+def run_experts(
+    target: Target,
+    x: np.ndarray,
+    choice: np.ndarray,
+    weight: np.ndarray,
+    bias: np.ndarray | None = None,
+    team: int = 1,
+    form: str = "f32",
+) -> np.ndarray:
+    """x [tokens, rows, inputs] (of one row, or one for each choice) through the experts kernel with
+    choice [tokens, choices], weight [experts, outputs, inputs] and bias [experts, outputs] to
+    [tokens, choices, outputs]."""
+    (tokens, rows, depth), outputs = x.shape, weight.shape[1]
+    stored = FORMATS[form]
+    packed = np.concatenate(
+        [panels_of(stored.from_f32(matrix), depth, target, stored) for matrix in weight]
+    )
+    memory = aligned_zeros(packed.shape, np.uint8)
+    memory[:] = packed
+    padded_bias = None
+    if bias is not None:
+        width = len(packed) // len(weight) * target.panel
+        padded_bias = aligned((len(weight), width), 0.0)
+        padded_bias[:, :outputs] = bias
+    lines = rows_of(x.reshape(tokens, -1))
+    chosen = aligned_zeros((tokens, choice.shape[1] + 3), np.int64)
+    chosen.fill(-1)
+    chosen[:, : choice.shape[1]] = choice
+    width = choice.shape[1] * outputs
+    out = aligned((tokens + 1, row_stride(width)), 7.0)
+    size = experts.experts_scratch_bytes(target, stored, depth) // 4
+
+    def work(tid: int) -> None:
+        scratch = aligned((size + 16,))
+        _experts_kernel(target, form)(
+            lines,
+            lines.shape[1],
+            0 if rows == 1 else depth,
+            chosen,
+            chosen.shape[1],
+            out,
+            out.shape[1],
+            memory,
+            padded_bias,
+            memory.shape[1],
+            tokens,
+            choice.shape[1],
+            len(weight),
+            depth,
+            outputs,
+            tid,
+            team,
+            scratch,
+        )
+        assert np.isnan(scratch[size:]).all(), "wrote behind its scratch"
+
+    in_team(team, work)
+    assert (out[:, width:] == 7.0).all(), "wrote behind a row"
+    assert (out[tokens:] == 7.0).all(), "wrote behind the last row"
+    return out[:tokens, :width].reshape(tokens, -1, outputs)
+
+
+@functools.cache
+def _experts_kernel(target: Target, form: str) -> Callable[..., None]:
+    kinds = tuple(kind for _, kind in experts.SIGNATURE)
+    stored = FORMATS[form]
+    text, name = experts.emit_experts(target, stored), experts.experts_name(stored)
+    multiply = (linear.emit_linear(target, stored), linear.linear_name(stored))
+    return load(text, name, target, kinds, (multiply,))
+
+
+def run_top_k(target: Target, x: np.ndarray, count: int, team: int = 1) -> np.ndarray:
+    """The places of the greatest of x [tokens, rows, elements], int64 [tokens, rows, count]."""
+    tokens, rows, width = x.shape
+    lines = rows_of(x.reshape(tokens, -1))
+    out = np.full((tokens + 1, rows * count + 3), -1, np.int64)
+    kinds = tuple(kind for _, kind in top_k.SIGNATURE)
+    kernel = load(top_k.emit_top_k(), top_k.TOP_K, target, kinds)
+    arguments = [lines, lines.shape[1], rows, width, out, out.shape[1], count, tokens]
+    in_team(team, lambda tid: kernel(*arguments, tid, team))
+    assert (out[:, rows * count :] == -1).all() and (out[tokens:] == -1).all()
+    return out[:tokens, : rows * count].reshape(tokens, rows, count)
 
 
 class Attending:

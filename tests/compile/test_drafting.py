@@ -9,19 +9,23 @@ from buddy_pipeline.compile.templates import (
     Attention,
     Draft,
     Embedding,
+    ExpertLinear,
     Gather,
     IslandCall,
     Item,
     Linear,
     Row,
+    TopK,
 )
 from buddy_pipeline.partition.fragments import cut, resolve
 from buddy_pipeline.partition.graph import NodeKind, Partition
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import FAMILIES, MIXTURES
 from tests.compile.models import Model, model
 
 TARGETS = [named_target(n) for n in ("x86-64-v4", "x86-64-v3", "aarch64")]
 on_each_family = pytest.mark.parametrize("family", FAMILIES)
+on_each_kind = pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
+on_each_mixture = pytest.mark.parametrize("family", MIXTURES)
 
 
 def layer_names(family: str) -> list[str]:
@@ -57,11 +61,32 @@ def test_fragments_are_few(family: str) -> None:
     assert kinds == [*around, *around[:3], Linear, IslandCall]
 
 
+@on_each_mixture
+def test_only_experts_and_their_choice_come_in_place_of_a_feed_forward(family: str) -> None:
+    """Router, softmax, choice and the experts' first matrix; gate; their second; sum."""
+    items = model(family).drafts(TARGETS[0])["layer1"].draft.items
+    kinds = [type(item) for item in items]
+    around = [IslandCall, Linear, IslandCall, Attention, Linear, IslandCall]
+    ahead = [Linear, IslandCall, TopK, ExpertLinear, IslandCall, ExpertLinear, IslandCall]
+    assert kinds == [*around, *ahead]
+
+
+@on_each_mixture
+def test_routers_are_not_quantised_but_experts_are(family: str) -> None:
+    draft = model(family).drafts(TARGETS[0], "w8a16")["layer1"].draft
+    forms = {part.weight[0]: p.form for p in draft.parameters for part in p.parts}
+    experts = {form for name, form in forms.items() if ".experts." in name}
+    assert experts == {"w8a16"}
+    assert forms["model.layers.1.mlp.gate.weight"] == "bf16"
+
+
 def reads(item: Item) -> list[Row]:
     if isinstance(item, Gather):
         return [item.source]
-    if isinstance(item, Linear):
+    if isinstance(item, Linear | TopK):
         return [item.x]
+    if isinstance(item, ExpertLinear):
+        return [item.x, item.choice]
     if isinstance(item, Attention):
         return [item.q, item.k, item.v]
     if isinstance(item, Embedding):
@@ -101,7 +126,8 @@ def values_read(of: Model, drafted: Drafted, item: Item, nodes: tuple[str, ...])
         for name in of.table[nodes[0]].inputs
         if of.table[name].kind is not NodeKind.PARAMETER
     ]
-    return activations[:3] if isinstance(item, Attention) else activations[:1]
+    count = {Attention: 3, ExpertLinear: 2}.get(type(item), 1)
+    return activations[:count]
 
 
 def values_written(
@@ -120,7 +146,7 @@ def values_written(
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.cpu)
-@on_each_family
+@on_each_kind
 def test_whoever_reads_a_value_finds_it_where_it_looks(family: str, target: Target) -> None:
     """Runs every draft on places instead of numbers: no temporary is reused too early."""
     of = model(family)
@@ -145,7 +171,7 @@ def test_whoever_reads_a_value_finds_it_where_it_looks(family: str, target: Targ
             assert holds[word, 0] == name
 
 
-@on_each_family
+@on_each_kind
 def test_words_of_a_table_do_not_overlap(family: str) -> None:
     """Inputs, outputs, parameters, constants, scratch, KV offsets, in this order."""
     for drafted in model(family).drafts(TARGETS[0]).values():
@@ -157,7 +183,7 @@ def test_words_of_a_table_do_not_overlap(family: str) -> None:
         for item in draft.items:
             for row in (*reads(item), *writes(item)):
                 assert row.word < first or scratch <= row.word < end
-            if isinstance(item, Linear):
+            if isinstance(item, Linear | ExpertLinear):
                 assert first <= item.weight < after_parameters
                 assert item.bias is None or first <= item.bias < after_parameters
             if isinstance(item, Attention):
@@ -167,7 +193,7 @@ def test_words_of_a_table_do_not_overlap(family: str) -> None:
                 assert all(first <= word < scratch for word in words)
 
 
-@on_each_family
+@on_each_kind
 def test_rows_fit_their_temporaries(family: str) -> None:
     for drafted in model(family).drafts(TARGETS[0]).values():
         draft = drafted.draft

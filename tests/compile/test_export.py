@@ -9,7 +9,7 @@ from buddy_pipeline.compile.export import export_model
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph import NodeKind, node_table
 from buddy_pipeline.partition.ownership import ATTENTION_OP, layer_count
-from tests.checkpoints import FAMILIES, tiny_config
+from tests.checkpoints import FAMILIES, MIXTURES, tiny_config
 from tests.compile.models import model
 
 #: Linears of one layer.
@@ -25,6 +25,15 @@ def test_kernels_of_a_graph(family: str) -> None:
     assert attention == layer_count(nodes) == 3
     assert embeddings == (2 if family == "gpt2" else 1)  # GPT-2 learns its positions
     assert sum(kernels.values()) == 3 * LINEARS[family] + 1  # the head
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_kernels_of_a_mixture_of_experts(family: str) -> None:
+    """The choice, the experts' two matrices; the router is a linear like the others."""
+    kernels = Counter(n.op for n in model(family).exported.nodes if n.kind is NodeKind.KERNEL)
+    assert kernels["bp.top_k.default"] == 3
+    assert kernels["bp.expert_linear.default"] == 6
+    assert kernels["aten.linear.default"] == 3 * 5 + 1
 
 
 @pytest.mark.parametrize("family", FAMILIES)

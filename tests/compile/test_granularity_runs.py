@@ -46,16 +46,25 @@ def logits(model: Model, cache: Cache) -> np.ndarray:
 
 
 # Those of different parts: biases, soft caps and norms in other places, one projection for all.
+SLOW_FAMILIES = ("gemma2", "gpt2", "llama", "bert")
+_BERT = {
+    "is_decoder": True,
+    "hidden_size": 60,
+    "intermediate_size": 100,
+    "num_attention_heads": 5,
+}
+
+
 @pytest.mark.parametrize(
-    "family",
-    ["qwen2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("gemma2", "gpt2", "llama"))],
+    "family", ["qwen2", *(pytest.param(f, marks=pytest.mark.slow) for f in SLOW_FAMILIES)]
 )
 def test_every_granularity_gives_the_same_logits(
     family: str, checkpoint: Callable[..., Path], cache: Cache, tmp_path: Path
 ) -> None:
     spec = tmp_path / "spec.json"
     spec.write_text("{}")
-    model = open_model(ModelSettings(spec=str(spec), local_model=checkpoint(family)))
+    path = checkpoint(family, **(_BERT if family == "bert" else {}))
+    model = open_model(ModelSettings(spec=str(spec), local_model=path))
     expected = logits(model, cache)
     assert np.isfinite(expected).all()
     for granularity in OTHERS:

@@ -1,14 +1,19 @@
 """Plans: sources by content key, templates that are shared, everything bound."""
 
+from collections.abc import Mapping
+
 import pytest
 
+from buddy_pipeline.compile.early_sources import early_sources
 from buddy_pipeline.compile.granularity import Granularity, Sharing
+from buddy_pipeline.compile.planner import make_plan
 from buddy_pipeline.compile.source import Source
-from buddy_pipeline.compile.target import named_target
-from tests.checkpoints import FAMILIES
-from tests.compile.models import plan, planned
+from buddy_pipeline.compile.target import host_target, named_target
+from buddy_pipeline.compile.variant import VARIANTS
+from tests.checkpoints import FAMILIES, MIXTURES, tiny_config
+from tests.compile.models import model, plan, planned
 
-on_each_family = pytest.mark.parametrize("family", FAMILIES)
+on_each_family = pytest.mark.parametrize("family", [*FAMILIES, *MIXTURES])
 
 
 @on_each_family
@@ -104,3 +109,29 @@ def test_finer_strategies_have_more_partitions_and_still_few_templates(family: s
     like = [p.template for p in fine.partitions if p.unit == "0"]
     others = [p.template for p in fine.partitions if p.unit == "2"]
     assert like == others
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_is_built_early_is_what_the_plan_has(variant: str) -> None:
+    early = early_sources(VARIANTS[variant], host_target())
+    # Rows that groups of 128 divide.
+    sizes = {"hidden_size": 128, "intermediate_size": 128} if variant.startswith("w4") else {}
+    sources = planned("llama", variant, num_attention_heads=2, **sizes)[1]
+    assert {s.key(host_target(), {"compiler": "1"}) for s in early} <= sources.keys()
+
+
+def test_sources_are_announced_with_every_unit_that_needs_them() -> None:
+    exported, config = model("gemma2").exported, tiny_config("gemma2")
+    announced: dict[str, set[str]] = {}
+
+    def ready(unit: str, sources: Mapping[str, Source]) -> None:
+        announced.setdefault(unit, set()).update(sources)
+
+    versions = {"compiler": "1"}
+    made = make_plan(
+        "key", exported, config, VARIANTS["f32"], Granularity(), host_target(), versions, ready
+    ).plan
+    for unit, keys in announced.items():
+        partitions = tuple(p for p in made.partitions if p.unit == unit)
+        assert keys == set(made.objects(partitions)) - {made.driver}
+    assert announced.keys() == {p.unit for p in made.partitions}

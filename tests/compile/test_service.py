@@ -8,19 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from buddy_pipeline.compile import service
+from buddy_pipeline.compile import service, worker_process
 from buddy_pipeline.compile.cache import Cache, write_atomically
 from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.compile.object_builder import Built, ObjectBuilder
 from buddy_pipeline.compile.service import (
-    Built,
-    CompileError,
+    Ahead,
     PlanTimes,
     ensure_objects,
     ensure_plan,
     missing_objects,
 )
+from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.compile.variant import VARIANTS
+from buddy_pipeline.compile.worker_process import CompileError
 from buddy_pipeline.partition.errors import UserError
 from tests.checkpoints import tiny_config
 from tests.compile.elf import read_elf
@@ -36,10 +38,8 @@ def put_source(cache: Cache, name: str, body: str = "return") -> str:
     t = Text()
     with t.function(f"bp_{name}", []):
         t.line(body)
-    folder = cache.source_folder(f"key-{name}")
-    write_atomically(folder / f"{name}.mlir", str(t).encode())
-    index = {"name": name, "symbols": [f"bp_{name}"], "islands": []}
-    write_atomically(folder / "index.json", json.dumps(index).encode())
+    source = Source(name, (f"bp_{name}",), str(t))
+    source.write(cache.source_folder(f"key-{name}"), write_atomically)
     return f"key-{name}"
 
 
@@ -71,7 +71,7 @@ def test_a_damaged_object_is_built_again(cache: Cache) -> None:
 
 def test_nothing_missing_starts_no_worker(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_object("key", b"object")
-    monkeypatch.setattr(service, "installed", lambda package: None)
+    monkeypatch.setattr(worker_process, "installed", lambda package: None)
     (built,) = ensure_objects(["key"], host_target(), cache, 1)
     assert built.from_cache
 
@@ -151,7 +151,7 @@ def test_a_worker_that_never_answers_is_given_up(
     cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_in(monkeypatch, tmp_path, "read request; exec sleep 60")
-    monkeypatch.setattr(service, "TIME_LIMIT", 0.1)
+    monkeypatch.setattr(worker_process, "TIME_LIMIT", 0.1)
     with pytest.raises(CompileError, match=r"'fragment'.*took more than"):
         ensure_objects([put_source(cache, "fragment")], host_target(), cache, 1)
 
@@ -160,7 +160,9 @@ def test_a_worker_that_never_answers_is_given_up(
 def test_without_a_compiler_the_package_to_install_is_named(
     cache: Cache, monkeypatch: pytest.MonkeyPatch, absent: str
 ) -> None:
-    monkeypatch.setattr(service, "installed", lambda package: None if package == absent else "1")
+    monkeypatch.setattr(
+        worker_process, "installed", lambda package: None if package == absent else "1"
+    )
     with pytest.raises(UserError, match=rf"{absent} is not installed.*buddy-pipeline\[compile\]"):
         ensure_objects([put_source(cache, "fragment")], host_target(), cache, 1)
     with pytest.raises(UserError, match=absent):
@@ -181,10 +183,60 @@ def test_a_plan_is_made_once_and_not_used_when_it_is_damaged(
     text = path.read_text()
     for damaged in (text[: len(text) // 2], "{}", text.replace(plan.driver, "0" * 32)):
         path.write_text(damaged)
-        assert service._read_plan(cache, plan.key) is None
+        assert service._read_plan(cache, plan.key, False) is None
     monkeypatch.setattr(service, "still_current", lambda made_with: False)
     path.write_text(text)
-    assert service._read_plan(cache, plan.key) is None
+    assert service._read_plan(cache, plan.key, False) is None
+
+
+@pytest.mark.parametrize("units", [{"prelude", "1"}, set()])
+def test_objects_are_built_while_the_model_is_planned(cache: Cache, units: set[str]) -> None:
+    target = host_target()
+    with ObjectBuilder(target, cache, 2) as builder:
+        ahead = Ahead(builder, units.__contains__)
+        plan, _ = ensure_plan(tiny_config("llama"), VARIANTS["f32"], target, cache, ahead=ahead)
+        wanted = plan.objects(tuple(p for p in plan.partitions if p.unit in units))
+        assert builder.begun >= set(wanted)
+        names = {
+            key: (cache.source_folder(key) / "index.json").read_text() for key in builder.begun
+        }
+        assert all(key in wanted or "bp_linear_f32" in names[key] for key in builder.begun)
+        built = builder.finish(wanted)
+    assert [b.from_cache for b in built] == [False] * len(wanted)
+    assert missing_objects(wanted, cache) == []
+
+
+def test_leaving_a_builder_ends_what_it_is_at(cache: Cache) -> None:
+    keys = [put_source(cache, f"fragment{i}") for i in range(5)]
+    with ObjectBuilder(host_target(), cache, 1) as builder:
+        for key in keys:
+            builder.begin(key)
+    assert len(missing_objects(keys, cache)) >= 4
+
+
+def test_damaged_mlir_and_graphs_are_made_again(cache: Cache) -> None:
+    config, target = tiny_config("llama"), host_target()
+    plan, _ = ensure_plan(config, VARIANTS["f32"], target, cache)
+    with_object, without = plan.objects(plan.partitions)[:2]
+    cache.write_object(with_object, b"object")
+
+    def made_again(damaged: Path, with_mlir: bool) -> bool:
+        """Whether a file that is changed by one byte is written anew, and as it was."""
+        whole = damaged.read_bytes()
+        damaged.write_bytes(whole[:60] + b"?" + whole[61:])
+        _, times = ensure_plan(config, VARIANTS["f32"], target, cache, with_mlir=with_mlir)
+        again = times.total > 0
+        assert (damaged.read_bytes() == whole) == again
+        damaged.write_bytes(whole)
+        return again
+
+    module = next(cache.source_folder(without).glob("*.mlir"))
+    assert made_again(module, with_mlir=False)
+    module = next(cache.source_folder(with_object).glob("*.mlir"))
+    assert not made_again(module, with_mlir=False)
+    assert made_again(module, with_mlir=True)
+    assert not made_again(cache.graph_path(plan.key), with_mlir=False)
+    assert made_again(cache.graph_path(plan.key), with_mlir=True)
 
 
 def test_what_a_worker_calls_the_users_error_is_one(

@@ -136,12 +136,12 @@ def _compile_here(model: Any, target: Any, cache: Any) -> None:
     config, variant = model.checkpoint.config, model.formats
     key = plan_key(config, variant, target, model.granularity)
     request = {"kind": "plan", "key": key, "config": config, "variant": asdict(variant)}
-    handle({**common, **request, **asdict(model.granularity)})
+    handle({**common, **request, **asdict(model.granularity)}, lambda note: None)
     text = cache.read_plan(key)
     assert text is not None
     plan = Plan.from_json(text)
     for missing in _missing(plan.objects(plan.partitions), cache):
-        handle({**common, "kind": "object", "key": missing})
+        handle({**common, "kind": "object", "key": missing}, lambda note: None)
 
 
 def _missing(keys: Iterable[str], cache: Any) -> list[str]:

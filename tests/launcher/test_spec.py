@@ -12,6 +12,7 @@ from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.launcher.model_source import model_path
 from buddy_pipeline.launcher.spec import Spec, load_spec, shipped_specs
 from buddy_pipeline.partition.errors import UserError
+from tests.launcher.buddy_specs import BUDDY_SPECS, READ_BESIDES
 
 BUDDY_MLIR = {
     "hf_model_path": "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
@@ -70,6 +71,51 @@ def test_the_keys_of_buddy_mlir_are_accepted(spec_file: Path) -> None:
     assert spec.weights_override.total == 1777827776
 
 
+@pytest.mark.parametrize("name", BUDDY_SPECS)
+def test_buddy_mlir_s_spec_files_are_accepted_as_they_are(name: str, spec_file: Path) -> None:
+    given = BUDDY_SPECS[name]
+    spec = load(spec_file, given)
+    assert (spec.variant, spec.max_token_len) == (given["variant"], 1024)
+    assert spec.num_threads == given["num_threads"]
+    assert spec.weights_override is not None and spec.weights_override.total == 1777088064
+    tiers = given.get("tiered_kv_cache")
+    assert spec.kv_tiers == (tuple(tiers["cache_sizes"]) if tiers else None)
+    assert spec.prefill_tokens == given.get("prefill_chunk")
+
+
+@pytest.mark.parametrize("key", READ_BESIDES)
+def test_what_else_buddy_mlir_reads_from_a_spec_is_accepted(key: str, spec_file: Path) -> None:
+    load(spec_file, {key: READ_BESIDES[key]})
+
+
+@pytest.mark.parametrize(
+    ("content", "tiers"),
+    [
+        ({}, None),
+        ({"tiered_kv_cache": True}, None),
+        ({"tiered_kv_cache": False, "cache_sizes": [64]}, ()),
+        ({"tiered_kv_cache": {"enabled": False, "cache_sizes": [64]}}, ()),
+        ({"tiered_kv_cache": {}}, None),
+        ({"tiered_kv_cache": {"cache_sizes": "64, 128"}}, (64, 128)),
+        ({"tiered_kv_cache": True, "cache_sizes": [32, 96]}, (32, 96)),
+        ({"tiered_kv_cache": {"cache_sizes": [64]}, "cache_sizes": [32]}, (64,)),
+    ],
+)
+def test_tiers_of_kv_memory(
+    content: dict[str, Any], tiers: tuple[int, ...] | None, spec_file: Path
+) -> None:
+    assert load(spec_file, content).kv_tiers == tiers
+
+
+@pytest.mark.parametrize(
+    ("given", "tokens"), [(True, 64), (False, None), (0, None), (1, 1), (100, 100)]
+)
+def test_tokens_of_a_prompt_in_one_step(
+    given: bool | int, tokens: int | None, spec_file: Path
+) -> None:
+    assert load(spec_file, {"prefill_chunk": given}).prefill_tokens == tokens
+
+
 def test_an_empty_spec_is_f32_with_the_model_s_own_context(spec_file: Path) -> None:
     assert load(spec_file, {}) == Spec(name=str(spec_file), variant="f32", max_token_len=None)
 
@@ -78,7 +124,7 @@ def test_an_empty_spec_is_f32_with_the_model_s_own_context(spec_file: Path) -> N
     ("content", "message"),
     [
         ({"max_tokens_len": 10}, "unknown key 'max_tokens_len': did you mean 'max_token_len'?"),
-        ({"zzz": 1}, "unknown key 'zzz': known are decode_pack_vector_size, "),
+        ({"zzz": 1}, "unknown key 'zzz': known are arena, cache_sizes, "),
         ({"max_token_len": "10"}, "max_token_len is '10': it must be a whole number of 1 or more"),
         ({"max_token_len": 0}, "max_token_len is 0: it must be a whole number of 1 or more"),
         ({"num_threads": True}, "num_threads is True: it must be a whole number of 1 or more"),
@@ -87,6 +133,13 @@ def test_an_empty_spec_is_f32_with_the_model_s_own_context(spec_file: Path) -> N
         ({"variant": "f32", "quantization": "w8a32"}, "quantization 'w8a32' contradicts"),
         ({"tiered_kv_cache": 1}, "tiered_kv_cache is 1: it must be true, false or an object"),
         ({"tiered_kv_cache": {"enable": True}}, "tiered_kv_cache: unknown key 'enable'"),
+        (
+            {"cache_sizes": [0]},
+            "cache_sizes is [0]: it must be a list of whole numbers of 1 or more",
+        ),
+        ({"cache_sizes": "64,"}, "cache_sizes is '64,': it must be a list of whole numbers"),
+        ({"prefill_chunk": -1}, "prefill_chunk is -1: it must be true, false or a whole number"),
+        ({"hf_config_path": 1}, "hf_config_path is 1: it must be a text"),
         ({"weights_override": {}}, "weights_override lacks the key 'total'"),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype is 'int4': it must be one of f32, bf16, "),
         ({"weights_override": {"total": -1}}, "weights_override: total is -1"),

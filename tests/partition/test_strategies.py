@@ -1,5 +1,7 @@
 """Split strategies: pieces of a layer in the graph's order, named by what they are."""
 
+from dataclasses import replace
+
 import pytest
 
 from buddy_pipeline.partition.errors import UserError
@@ -83,6 +85,21 @@ def test_a_family_brings_its_own() -> None:
     own = ["norm1", "attn", "residual", "norm2", "feed_forward", "residual2"]
     assert names(layered(*modules), "fine", "opt") == own
     assert names(layered(*modules), "block", "opt") == ["attention", "feed_forward"]
+
+
+def test_bert_s_sums_and_norms_are_pieces_though_they_lie_two_modules_down() -> None:
+    modules = (
+        *("attention.self.query", "attn", "attention.output.dense"),
+        *("attention.output", "attention.output.LayerNorm"),
+        *("intermediate.dense", "intermediate.norm_act", "output.dense"),
+        *("output", "output.LayerNorm"),
+    )
+    nodes = [
+        replace(n, module=n.module.replace("attn", "attention.self")) for n in layered(*modules)
+    ]
+    assert names(nodes, "fine", "llama") == ["attention", "intermediate", "output"]
+    assert names(nodes, "block", "bert") == ["attention", "feed_forward"]
+    assert names(nodes, "fine", "bert") == ["attention", "norm", "feed_forward", "norm2"]
 
 
 @pytest.mark.parametrize("family", ["", "coarse", "pieces", "no-such", "../../os", "a.b"])

@@ -20,6 +20,10 @@ TENSORS = {
     "turned.weight": RNG.standard_normal((45, 37), np.float32),
     "norm.weight": RNG.standard_normal(45, np.float32),
     "half.weight": RNG.standard_normal((33, 45)).astype(np.float16),
+    "experts.rows": RNG.standard_normal((3, 37, 45), np.float32),
+    "experts.turned": RNG.standard_normal((3, 45, 37), np.float32),
+    "experts.half": RNG.standard_normal((3, 37, 45)).astype(np.float16),
+    "experts.bias": RNG.standard_normal((3, 37), np.float32),
     "special.weight": np.float32([[np.nan, np.inf, -np.inf, -0.0, 1e-40, 3.4e38, 65504.0]]),
 }
 
@@ -89,6 +93,29 @@ def test_parts_lie_one_after_the_other_in_whole_panels(
         assert (rows[start + len(weight) : end] == 0).all()
         start = end
     assert start == len(rows)
+
+
+@pytest.mark.parametrize("form", TOLERANCE)
+@pytest.mark.parametrize("name", ["experts.rows", "experts.turned", "experts.half"])
+def test_matrices_of_a_stack_lie_one_after_the_other_in_whole_panels(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, form: str, name: str
+) -> None:
+    monkeypatch.setattr(packing, "_PIECE", 1)
+    parameter = panels(part(name, transposed=name == "experts.turned"), form=form)
+    data = packed(parameter, checkpoint)
+    assert data.nbytes == packed_bytes(parameter)
+    rows = unpacked(parameter, data).reshape(3, 64, 45)
+    stack = TENSORS[name].astype(np.float32)
+    stack = stack.transpose(0, 2, 1) if name == "experts.turned" else stack
+    assert (np.abs(rows[:, :37] - stack) <= TOLERANCE[form] * np.abs(stack)).all()
+    assert (rows[:, 37:] == 0).all()
+
+
+def test_biases_of_a_stack(checkpoint: Checkpoint) -> None:
+    parts = (part("experts.rows", "experts.bias"),)
+    check_parameters([Parameter("panel_bias", parts, 32)], checkpoint)
+    bias = packed(Parameter("panel_bias", parts, 32), checkpoint).view(np.float32).reshape(3, 64)
+    assert (bias[:, :37] == TENSORS["experts.bias"]).all() and (bias[:, 37:] == 0).all()
 
 
 def test_halves_in_the_file_are_packed_as_they_are(checkpoint: Checkpoint) -> None:

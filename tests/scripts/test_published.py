@@ -19,6 +19,7 @@ PUBLISHED_PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-0.6b": 596_049_920,
     "llama-3.2-1b": 1_235_814_400,
+    "llama-3.1-70b": 70_553_706_496,
 }
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 288}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

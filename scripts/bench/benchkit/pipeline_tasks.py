@@ -12,7 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from benchkit.limits import LimitMeter, Limits, Objects
 from buddy_pipeline.launcher.api import Pipeline
+from buddy_pipeline.launcher.settings import Balance
+from buddy_pipeline.ranks.affinity import prepare_threads
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.messages import Bounds, Kind, Step
 from buddy_pipeline.ranks.sampling import SamplingOptions, make_sampler
@@ -24,6 +27,8 @@ from buddy_pipeline.ranks.world import join_world
 #: Random ids from 1 up to this, which every vocabulary has.
 _IDS = 250
 _CHANCE = 7
+#: Of the measurement of a team.
+_MEGABYTES, _REPETITIONS = 512, 5
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class Task:
     prompt: int = 16
     tokens: int = 32
     rounds: int = 1
+    balance: str = "even"
 
     def run(self) -> Any:
         """Takes part as this rank; the result, on rank 0 only."""
@@ -51,6 +57,7 @@ class Task:
             variant=self.variant,
             threads=self.threads,
             max_sequences=self.sequences,
+            balance=Balance(self.balance),
         ) as pipeline:
             return {"identity": identity, "decode": decode, "prefill": prefill}[self.name](
                 pipeline.engine, self
@@ -144,6 +151,18 @@ def _prompts(task: Task, number: int) -> list[Sequence]:
         Sequence([chance.randint(1, _IDS) for _ in range(task.prompt)], greedy)
         for _ in range(task.sequences)
     ]
+
+
+class Team:
+    """A team of threads of a process of its own, to see what cores give together."""
+
+    def __init__(self, objects: Objects, threads: int) -> None:
+        prepare_threads(join_world({}), threads)
+        self._meter = LimitMeter(objects, threads, _MEGABYTES)
+
+    def measure(self) -> Limits:
+        """The best of some repetitions."""
+        return self._meter.measure(_REPETITIONS)
 
 
 class _EmptyStage:
