@@ -273,6 +273,12 @@ def test_a_damaged_manifest_is_one_line(
     assert sorted(BuildDirectory(copied.build).objects.iterdir()) == objects
 
 
+def formats(**changes: str) -> dict[str, object]:
+    """A configuration's formats, f32 but for `changes`."""
+    uses = dict.fromkeys(("weights", "table_and_head", "rest", "cache"), "f32")
+    return {"formats": {"name": "f32", **uses, **changes}}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -280,34 +286,9 @@ def test_a_damaged_manifest_is_one_line(
         ({"strategy": None}, "split strategy 'None' does not exist"),
         ({"strategy": "finer"}, "split strategy 'finer' does not exist"),
         ({"formats": {"name": "f32"}}, "is not complete"),
-        (
-            {
-        (
-            {"formats": {"name": "f32", "weights": "f32", "table_and_head": "f3", "rest": "f32", "cache": "f32"}},
-            "'f3'",
-        ),
-                "formats": {
-                    "name": "f32",
-                    "weights": "f33",
-                    "table_and_head": "f32",
-                    "rest": "f32",
-                    "cache": "f32",
-                }
-            },
-            "'f33'",
-        ),
-        (
-            {
-                "formats": {
-                    "name": "f32",
-                    "weights": "f32",
-                    "table_and_head": "f32",
-                    "rest": "f32",
-                    "cache": "f9",
-                }
-            },
-            "type 'f9'",
-        ),
+        (formats(weights="f33"), "'f33'"),
+        (formats(table_and_head="f3"), "'f3'"),
+        (formats(cache="f9"), "type 'f9'"),
         ({"model": {}}, "model has no model_type"),
         ({"layers": 4}, "has 4 layers, but its model's graph 3"),
         ("cut", "not JSON"),
