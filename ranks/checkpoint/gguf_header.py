@@ -250,6 +250,6 @@ def _check_neighbours(file: MappedFile, tensors: list[GgufTensorEntry], alignmen
         if after.begin - before.end >= alignment:
             raise UserError(
                 f"{file.path}: tensor {shown(before.name)} of type {before.type.name} ends "
-                f"{after.begin - before.end} bytes before tensor {shown(after.name)}; wrong type or "
-                "damaged file"
+                f"{after.begin - before.end} bytes before tensor {shown(after.name)}; "
+                "wrong type or damaged file"
             )
