@@ -49,6 +49,8 @@ class Pipeline:
         spec: str | Path,
         *,
         variant: str | None = None,
+        exact: bool = False,
+        kv_cache_dtype: str | None = None,
         local_model: str | Path | None = None,
         threads: int | None = None,
         split: Sequence[int] | None = None,
@@ -69,6 +71,8 @@ class Pipeline:
         settings = PipelineSettings(
             spec=str(spec),
             variant=variant,
+            exact=exact,
+            kv_cache_dtype=kv_cache_dtype,
             local_model=None if local_model is None else Path(local_model),
             threads=threads,
             split=None if split is None else tuple(split),

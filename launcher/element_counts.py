@@ -92,6 +92,19 @@ def chosen_counts(spec: Spec, variant: Variant, checkpoint: Checkpoint) -> tuple
     )
 
 
+def check_choice(spec: Spec, counts: Counts, variant: Variant, checkpoint: Checkpoint) -> None:
+    """Raises UserError when a model that is quantised already has other linears quantised than a
+    spec's counts, chosen for its own `variant`, stand for."""
+    assert checkpoint.quantisation is not None
+    done = model_counts(checkpoint, variant, checkpoint.quantisation.biased)
+    if done.linear != counts.linear:
+        raise UserError(
+            f"spec {spec.name}: weights_override stands for {counts.linear:,} elements in quantised"
+            f" linears, but {checkpoint.path} has {done.linear:,}: quantize the original model with"
+            " this spec, or leave weights_override out"
+        )
+
+
 def _parts(given: WeightsOverride, counts: Counts) -> list[tuple[str, int, int]]:
     """(key, given, the model's) of every part; scales that are not counted by themselves are among
     the others."""

@@ -10,7 +10,11 @@ from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.launcher.console import print_warning
-from buddy_pipeline.launcher.element_counts import check_float_total, chosen_counts
+from buddy_pipeline.launcher.element_counts import (
+    check_choice,
+    check_float_total,
+    chosen_counts,
+)
 from buddy_pipeline.launcher.model_source import model_path
 from buddy_pipeline.launcher.settings import ModelSettings
 from buddy_pipeline.launcher.spec import Spec, load_spec
@@ -123,6 +127,8 @@ def _formats(settings: ModelSettings, spec: Spec, checkpoint: Checkpoint) -> Var
         own = known_variant(spec.variant)
         if own.quantised:
             counts, warning = chosen_counts(spec, own, checkpoint)
+            if done is not None:
+                check_choice(spec, counts, own, checkpoint)
             formats = replace(formats, biased=counts.biased)
             if warning:
                 print_warning(warning)
@@ -141,6 +147,16 @@ def _with_cache(formats: Variant, settings: ModelSettings, spec: Spec) -> Varian
 
 def _as_quantised(formats: Variant, done: Variant, biased: bool, checkpoint: Checkpoint) -> Variant:
     """A variant on weights that are quantised already, which decides what is."""
+    from buddy_pipeline.ranks.checkpoint.shown import shown
+
+    assert checkpoint.quantisation is not None
+    own = {weight_format(name).source for name in (done.weights, done.table_and_head)}
+    for name, tensor in checkpoint.quantisation.tensors.items():
+        if tensor.form not in own:
+            raise UserError(
+                f"{checkpoint.path} says that it is quantised as {done.name}, but its tensor "
+                f"{shown(name)} is in {tensor.form}: quantize the original model again"
+            )
     if not formats.quantised:
         return formats
     if weight_format(formats.weights).source != weight_format(done.weights).source:

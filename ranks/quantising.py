@@ -6,6 +6,7 @@ interrupted can neither be taken for a model nor is it lost: the shards that are
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,8 @@ SHARD_BYTES = 1 << 30
 #: Elements read and quantised at a time.
 _PIECE = 1 << 20
 _INDEX = "model.safetensors.index.json"
+#: Names of files that an interrupted run was writing: those of whole ones, hidden, and a number.
+_UNFINISHED = re.compile(r"\..+\.(safetensors|json|jinja)\.[0-9a-f]+")
 #: Types that are kept; all others become float32.
 _KEPT = {"F32": np.float32, "F16": np.uint16, "BF16": np.uint16}
 
@@ -199,8 +202,9 @@ def _begin(conversion: Conversion, folder: Path) -> None:
         raise UserError(f"--output {folder} holds a quantised model already: give another folder")
     mine = json.dumps(_fingerprint(conversion), indent=1)
     partial = folder / PARTIAL
+    unfinished = [path for path in folder.iterdir() if _UNFINISHED.fullmatch(path.name)]
     if not partial.exists():
-        if any(folder.iterdir()):
+        if any(not path.name.startswith(f".{PARTIAL}.") for path in folder.iterdir()):
             raise UserError(f"--output {folder} is not empty: give a new folder")
         write_atomically(partial, mine.encode())
     elif partial.read_text(encoding="utf-8", errors="replace") != mine:
@@ -208,6 +212,8 @@ def _begin(conversion: Conversion, folder: Path) -> None:
             f"--output {folder} holds an interrupted conversion of another model, or to another"
             " variant: remove it or give another folder"
         )
+    for path in unfinished:
+        path.unlink(missing_ok=True)
 
 
 def _fingerprint(conversion: Conversion) -> dict[str, Any]:

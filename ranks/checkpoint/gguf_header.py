@@ -233,11 +233,23 @@ def _placed(
                 f"{where} ends at byte {end} of {file.size}; truncated file, download it again"
             )
         tensors[entry.name] = GgufTensorEntry(entry.name, entry.shape, entry.type, begin, end)
-    ordered = sorted(tensors.values(), key=lambda entry: entry.begin)
+    _check_neighbours(file, list(tensors.values()), alignment)
+    return tensors
+
+
+def _check_neighbours(file: MappedFile, tensors: list[GgufTensorEntry], alignment: int) -> None:
+    """Each tensor begins where the one before it ends, padded to the alignment, as llama.cpp checks
+    too: a tensor whose type is not that of its data would end elsewhere."""
+    ordered = sorted(tensors, key=lambda entry: entry.begin)
     for before, after in pairwise(ordered):
         if after.begin < before.end:
             raise UserError(
                 f"{file.path}: tensor {shown(after.name)} overlaps tensor {shown(before.name)}; "
                 "damaged file"
             )
-    return tensors
+        if after.begin - before.end >= alignment:
+            raise UserError(
+                f"{file.path}: tensor {shown(before.name)} of type {before.type.name} ends "
+                f"{after.begin - before.end} bytes before tensor {shown(after.name)}; "
+                "wrong type or damaged file"
+            )

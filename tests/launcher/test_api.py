@@ -49,6 +49,11 @@ def test_settings_have_the_names_of_the_options(session: FakeSession) -> None:
     assert (settings.max_sequences, settings.step_timeout_s) == (3, 9.0)
 
 
+def test_number_formats_are_those_of_the_command_line(session: FakeSession) -> None:
+    with Pipeline.from_spec("s", variant="gguf", exact=True, kv_cache_dtype="int8"):
+        assert (session.settings.exact, session.settings.kv_cache_dtype) == (True, "int8")
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [

@@ -214,6 +214,27 @@ def test_the_exit_code_is_the_command_s(monkeypatch: pytest.MonkeyPatch, code: i
     assert (settings.target_cpu, settings.split) == ("znver5", (1, 2, 3, 4))
 
 
+def test_number_formats_can_be_chosen_wherever_a_model_runs_or_is_planned() -> None:
+    """`quantize` writes weights, of which neither option says anything."""
+    for command in cli.app.registered_commands:
+        assert command.callback is not None
+        names = set(inspect.signature(command.callback).parameters)
+        if "variant" in names and command.name != "quantize":
+            assert {"exact", "kv_cache_dtype"} <= names, command.name
+
+
+def test_number_formats_of_a_batch_arrive_in_the_settings(
+    session: FakeSession, tmp_path: Path
+) -> None:
+    lines, results = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines.write_text('{"id": 1, "prompt": "Hi"}\n')
+    formats = "--variant gguf --exact --kv-cache-dtype int8"
+    arguments = f"batch --spec s {formats} --input {lines} --output {results}"
+    assert cli.main(arguments.split()) == 0
+    settings = session.settings
+    assert (settings.variant, settings.exact, settings.kv_cache_dtype) == ("gguf", True, "int8")
+
+
 def test_help_groups_the_options_of_run_and_lists_the_commands() -> None:
     printed = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "120"})
     assert printed.exit_code == 0

@@ -108,6 +108,13 @@ MALFORMED: dict[str, tuple[Gguf, str]] = {
         Gguf(tensors=(Tensor("a", (16,)), Tensor("b", (4,), offset=32)), data=bytes(64)),
         "tensor b overlaps tensor a",
     ),
+    "a type smaller than the data": (
+        Gguf(
+            tensors=(Tensor("a", (32, 2), type=raw.TYPE_Q8_0), Tensor("b", (4,), offset=128)),
+            data=bytes(144),
+        ),
+        "tensor a of type Q8_0 ends 60 bytes before tensor b; wrong type",
+    ),
     "duplicate tensor": (
         Gguf(tensors=(Tensor("a", (4,)), Tensor("a", (4,), offset=32)), data=bytes(64)),
         "tensor a appears twice",
