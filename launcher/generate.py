@@ -145,6 +145,8 @@ def check_prompt(ids: list[int], engine: Engine) -> None:
     """Raises UserError for what the engine cannot take: also for tokens of a tokenizer that is not
     the model's."""
     check_prompt_length(len(ids), engine.context_length)
+    if min(ids) < 0:
+        raise UserError(f"the prompt has token {min(ids)}: tokens are numbers of 0 or more")
     largest = max(ids)
     if largest >= engine.vocab_size:
         raise UserError(
