@@ -108,3 +108,16 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: 
 def test_a_balance_may_be_given_by_its_name(session: FakeSession) -> None:
     with Pipeline.from_spec("s", balance="memory"):
         assert session.settings.balance is Balance.MEMORY
+
+
+def test_streams_may_be_read_by_turns_and_left_in_the_middle(session: FakeSession) -> None:
+    with Pipeline.from_spec("s") as pipeline:
+        left = pipeline.stream("left")
+        assert next(left).text == "H"
+        one, other = pipeline.stream("one", max_tokens=2), pipeline.stream("other", max_tokens=2)
+        texts = [(a.text, b.text) for a, b in zip(one, other, strict=True)]
+        assert [len(pair) for pair in texts] == [2, 2]
+        assert len(pipeline.generate(["x", "y"], max_tokens=2)) == 2
+        left.close()
+        assert session.engine is not None
+        assert not session.engine.running
