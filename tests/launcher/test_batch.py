@@ -238,3 +238,24 @@ def test_options_of_the_wrong_kind_are_refused(
 ) -> None:
     assert run(paths, option, "much") == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_pipe_is_neither_read_nor_written(
+    which: int, session: FakeSession, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(paths[0], GOOD)
+    files = list(paths)
+    files[which] = Path("/dev/null")
+    assert run((files[0], files[1])) == 2
+    assert f"put {files[which]} is a pipe or a device: give a file" in capsys.readouterr().err
+
+
+def test_results_do_not_go_to_the_input(
+    session: FakeSession, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(paths[0], GOOD)
+    before = paths[0].read_bytes()
+    assert run((paths[0], paths[0])) == 2
+    assert "is also the --input: give results a file of their own" in capsys.readouterr().err
+    assert paths[0].read_bytes() == before
