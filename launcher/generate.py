@@ -80,7 +80,8 @@ def generate_all(
                     break
             # All tokens are made before the first is yielded: the logits last no longer.
             while not tokens:
-                sampled = list(engine.advance()) if mine else []
+                # With nothing left to wait for, the last call takes in what is under way.
+                sampled = list(engine.advance()) if mine or not _RUNNING else []
                 if not sampled:
                     return
                 for each in sampled:
