@@ -24,7 +24,7 @@ from buddy_pipeline.launcher.prompt import encode_messages, encode_text
 from buddy_pipeline.launcher.session import Check, open_session
 from buddy_pipeline.launcher.settings import MAX_SEQUENCES, Balance, PipelineSettings
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.partition.kinds import check_kind
+from buddy_pipeline.ranks.kinds import check_kind
 from buddy_pipeline.ranks.sampling import SamplingOptions
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from buddy_pipeline.launcher.generate import Request, check_prompt_length
 from buddy_pipeline.launcher.nearest import nearest
 from buddy_pipeline.launcher.prompt import encode_messages, encode_text
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.partition.kinds import check_kind
+from buddy_pipeline.ranks.kinds import check_kind
 from buddy_pipeline.ranks.sampling import SamplingOptions
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.partition.kinds import check_kind
+from buddy_pipeline.ranks.kinds import check_kind
 
 if TYPE_CHECKING:
     from buddy_pipeline.launcher.prompt import PromptSource

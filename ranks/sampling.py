@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.partition.kinds import check_kind
+from buddy_pipeline.ranks.kinds import check_kind
 
 Sampler = Callable[[np.ndarray, Sequence[int]], int]
 """(logits float32 [vocab], ids of prompt and generation so far) -> id of the next token."""
