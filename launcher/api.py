@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,8 @@ from buddy_pipeline.launcher.output import Result
 from buddy_pipeline.launcher.prompt import encode_messages, encode_text
 from buddy_pipeline.launcher.session import Check, open_session
 from buddy_pipeline.launcher.settings import MAX_SEQUENCES, Balance, PipelineSettings
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.kinds import check_kind
 from buddy_pipeline.ranks.sampling import SamplingOptions
 
 if TYPE_CHECKING:
@@ -54,7 +57,7 @@ class Pipeline:
         local_model: str | Path | None = None,
         threads: int | None = None,
         split: Sequence[int] | None = None,
-        balance: Balance = Balance.EVEN,
+        balance: Balance | str = Balance.EVEN,
         cache_dir: str | Path | None = None,
         max_sequences: int = MAX_SEQUENCES,
         microbatches: int | None = None,
@@ -65,8 +68,9 @@ class Pipeline:
     ) -> Pipeline:
         """The pipeline of a shipped spec or a JSON file; see `PipelineSettings` for the rest.
 
-        Entering it raises UserError for what does not fit together. Under `mpirun` that, and any
-        exception that leaves the block, ends the program on all ranks.
+        Raises UserError for a value that cannot be, and entering it for what does not fit
+        together. Under `mpirun` that, and any exception that leaves the block, ends the program on
+        all ranks.
         """
         settings = PipelineSettings(
             spec=str(spec),
@@ -76,7 +80,7 @@ class Pipeline:
             local_model=None if local_model is None else Path(local_model),
             threads=threads,
             split=None if split is None else tuple(split),
-            balance=balance,
+            balance=_balance(balance),
             cache_dir=None if cache_dir is None else Path(cache_dir),
             max_sequences=max_sequences,
             microbatches=microbatches,
@@ -119,6 +123,8 @@ class Pipeline:
         raw: texts are prompts as they are, without the model's chat template.
         Raises UserError for a prompt or an option that cannot be.
         """
+        if isinstance(prompts, str):  # each of its letters would be a prompt
+            raise UserError(f"prompts is the text {prompts!r}: give a list of prompts")
         options = SamplingOptions(**sampling)
         requests = [self.request(prompt, options, raw, top_logits) for prompt in prompts]
         results = dict(self.answers(requests))
@@ -142,12 +148,30 @@ class Pipeline:
     def request(
         self, prompt: Prompt, sampling: SamplingOptions, raw: bool = False, top_logits: int = 0
     ) -> Request:
-        """A prompt as what the engine takes; UserError if it is empty or too long."""
+        """A prompt as what the engine takes; UserError for one that is empty, too long or none."""
+        check_kind("top_logits", top_logits, int)
+        if top_logits < 0:
+            raise UserError(f"top_logits is {top_logits}: it must be 0 or more")
         if isinstance(prompt, str):
             ids = encode_text(prompt, self.tokenizer, raw=raw)
-        elif prompt and not isinstance(prompt[0], int):
-            ids = encode_messages(prompt, self.tokenizer)  # type: ignore[arg-type]
+        elif not isinstance(prompt, Iterable):
+            raise UserError(f"prompt is {prompt!r}: give a text, messages or token ids")
         else:
-            ids = list(prompt)  # type: ignore[arg-type]
+            parts: list[Any] = list(prompt)
+            if all(isinstance(part, Integral) for part in parts):
+                ids = [int(part) for part in parts]
+            else:
+                from buddy_pipeline.launcher.chat import check_messages
+
+                check_messages(parts, "prompt")
+                ids = encode_messages(parts, self.tokenizer)
         check_prompt_length(len(ids), self.engine.context_length)
         return Request(ids, sampling, top_logits)
+
+
+def _balance(value: Balance | str) -> Balance:
+    try:
+        return Balance(value)
+    except ValueError:
+        known = ", ".join(each.value for each in Balance)
+        raise UserError(f"balance is {value!r}: give one of {known}") from None

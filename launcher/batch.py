@@ -32,6 +32,7 @@ def batch_command(settings: BatchSettings) -> int:
     def check(tokenizer: Tokenizer, context: int) -> None:
         with _open_input(settings.input):
             check_writable("--output", settings.output)
+            _check_files(settings.input, settings.output)
             finished_ids(settings.output)
 
     with Pipeline(settings, check) as pipeline, _open_input(settings.input) as texts:
@@ -113,6 +114,15 @@ def _open_input(path: Path) -> TextIOWrapper:
         return open(path, encoding="utf-8", errors="surrogateescape")
     except OSError as error:
         raise UserError(f"--input {path} cannot be read: {error.strerror}") from None
+
+
+def _check_files(input: Path, output: Path) -> None:
+    """Raises UserError for what cannot be read again, as a batch that goes on does."""
+    for option, path in (("--input", input), ("--output", output)):
+        if path.exists() and not path.is_file():
+            raise UserError(f"{option} {path} is a pipe or a device: give a file")
+    if output.exists() and output.samefile(input):
+        raise UserError(f"--output {output} is also the --input: give results a file of their own")
 
 
 def _open_output(path: Path) -> TextIO:

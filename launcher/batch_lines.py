@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from buddy_pipeline.launcher.chat import check_messages
 from buddy_pipeline.launcher.generate import Request, check_prompt_length
 from buddy_pipeline.launcher.nearest import nearest
 from buddy_pipeline.launcher.prompt import encode_messages, encode_text
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.kinds import check_kind
 from buddy_pipeline.ranks.sampling import SamplingOptions
 
 if TYPE_CHECKING:
@@ -26,14 +27,8 @@ if TYPE_CHECKING:
 
 Id = str | int
 
-_SAMPLING = get_type_hints(SamplingOptions)
+_SAMPLING = tuple(field.name for field in fields(SamplingOptions))
 _KEYS = ("id", "prompt", "messages", "raw", "top_logits", *_SAMPLING)
-_KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
-    int: ("a whole number", (int,)),
-    int | None: ("a whole number or null", (int, type(None))),
-    float: ("a number", (int, float)),
-    bool: ("true or false", (bool,)),
-}
 
 
 @dataclass(frozen=True)
@@ -110,6 +105,10 @@ def _id(line: dict[str, Any]) -> Id:
     id = line.get("id")
     if isinstance(id, bool) or not isinstance(id, str | int):
         raise UserError(f"id is {id!r}: give a text or a whole number")
+    try:
+        str(id).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"id is {id!r}, which is not Unicode text: give it as UTF-8") from None
     return id
 
 
@@ -118,8 +117,8 @@ def _request(line: dict[str, Any], tokenizer: Tokenizer, context: int) -> Reques
         if key not in _KEYS:
             raise UserError(f"unknown key {key!r}: {nearest(key, _KEYS)}")
     raw, top_logits = line.get("raw", False), line.get("top_logits", 0)
-    _check_kind("raw", raw, bool)
-    _check_kind("top_logits", top_logits, int)
+    check_kind("raw", raw, bool)
+    check_kind("top_logits", top_logits, int)
     if top_logits < 0:
         raise UserError(f"top_logits is {top_logits}: it must be 0 or more")
     if ("prompt" in line) == ("messages" in line):
@@ -134,24 +133,5 @@ def _request(line: dict[str, Any], tokenizer: Tokenizer, context: int) -> Reques
             raise UserError(f"prompt is {line['prompt']!r}: give a text")
         ids = encode_text(line["prompt"], tokenizer, raw=raw)
     check_prompt_length(len(ids), context)
-    return Request(ids, _sampling(line), top_logits)
-
-
-def _sampling(line: dict[str, Any]) -> SamplingOptions:
-    options = {key: line[key] for key in _SAMPLING if key in line}
-    for key, value in options.items():
-        if key == "stop":
-            texts = [value] if isinstance(value, str) else value
-            if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
-                raise UserError(f"stop is {value!r}: it must be a text or a list of texts")
-            options[key] = tuple(texts)
-        else:
-            _check_kind(key, value, _SAMPLING[key])
-    return SamplingOptions(**options)
-
-
-def _check_kind(key: str, value: Any, kind: Any) -> None:
-    words, types = _KINDS[kind]
-    # JSON's true and false are ints to Python, never to the writer of a line.
-    if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-        raise UserError(f"{key} is {value!r}: it must be {words}")
+    sampling = SamplingOptions(**{key: line[key] for key in _SAMPLING if key in line})
+    return Request(ids, sampling, top_logits)

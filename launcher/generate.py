@@ -62,41 +62,60 @@ def generate_all(
     yielded too; its text is not, except with `ignore_eos`, when control tokens are ordinary ones
     and the text spells them out. Requests are taken from the iterable only as the engine has use
     for them. Raises UserError for a prompt that is empty, longer than the context or not of the
-    model's tokens. Closing the iterator ends all sequences.
+    model's tokens. Closing the iterator ends its sequences. Several iterators of one engine may be
+    used by turns: each brings the others on, whose tokens wait until they are asked for.
     """
     queue = enumerate(requests)
-    running: dict[Sequence, _Generation] = {}
+    mine: set[_Generation] = set()
+    tokens: list[tuple[int, Token]] = []
     try:
         while True:
             for number, request in queue:
                 check_prompt(request.prompt_ids, engine)
-                generation = _Generation(number, request, tokenizer, engine.context_length)
-                running[generation.sequence] = generation
+                generation = _Generation(number, request, tokenizer, engine.context_length, tokens)
+                _RUNNING[generation.sequence] = generation
+                mine.add(generation)
                 engine.submit(generation.sequence)
                 if engine.waiting >= engine.max_sequences:
                     break
-            tokens = []  # all of them before the first is yielded: the logits last no longer
-            for each in engine.advance():
-                generation = running[each.sequence]
-                token = generation.token(each.token, each.logits)
-                if token.finish_reason is not None:
-                    engine.finish(each.sequence)
-                    del running[each.sequence]
-                tokens.append((generation.number, token))
-            if not tokens:
-                return
-            yield from tokens
+            # All tokens are made before the first is yielded: the logits last no longer.
+            while not tokens:
+                # With nothing left to wait for, the last call takes in what is under way.
+                sampled = list(engine.advance()) if mine or not _RUNNING else []
+                if not sampled:
+                    return
+                for each in sampled:
+                    generation = _RUNNING[each.sequence]
+                    token = generation.token(each.token, each.logits)
+                    if token.finish_reason is not None:
+                        engine.finish(each.sequence)
+                        del _RUNNING[each.sequence]
+                    generation.tokens.append((generation.number, token))
+            ready = tokens.copy()
+            tokens.clear()
+            mine = {each for each in mine if each.sequence in _RUNNING}
+            yield from ready
     finally:
-        for sequence in running:
-            engine.finish(sequence)
+        for generation in mine:
+            if _RUNNING.pop(generation.sequence, None) is not None:
+                engine.finish(generation.sequence)
 
 
 class _Generation:
     """One request on its way: from sampled ids to tokens with text and a reason to end."""
 
-    def __init__(self, number: int, request: Request, tokenizer: Tokenizer, context: int) -> None:
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        tokenizer: Tokenizer,
+        context: int,
+        tokens: list[tuple[int, Token]],
+    ) -> None:
+        """`tokens` is where its tokens go, each with its number."""
         options = request.sampling
         self.number = number
+        self.tokens = tokens
         self.sequence = Sequence(list(request.prompt_ids), make_sampler(options))
         # The last token needs no place in the context: nothing is computed from it.
         self._remaining = min(options.max_tokens, context - len(request.prompt_ids) + 1)
@@ -145,6 +164,8 @@ def check_prompt(ids: list[int], engine: Engine) -> None:
     """Raises UserError for what the engine cannot take: also for tokens of a tokenizer that is not
     the model's."""
     check_prompt_length(len(ids), engine.context_length)
+    if min(ids) < 0:
+        raise UserError(f"the prompt has token {min(ids)}: tokens are numbers of 0 or more")
     largest = max(ids)
     if largest >= engine.vocab_size:
         raise UserError(
@@ -157,3 +178,7 @@ def _best_logits(logits: np.ndarray, count: int) -> tuple[tuple[int, float], ...
     """The `count` largest of logits [vocab], largest first, the lowest id first among equals."""
     order = np.argsort(-logits, kind="stable")[:count] if count else ()
     return tuple((int(id), float(logits[id])) for id in order)
+
+
+_RUNNING: dict[Sequence, _Generation] = {}
+"""Of all iterators of this process, by what the engine knows them by."""

@@ -33,6 +33,7 @@ SHARED_MEMORY = Link(latency=6e-6, bandwidth=5e9)
 #: Ethernet of 10 Gbit/s, for hosts files without a link.
 NETWORK = Link(latency=25e-6, bandwidth=1.2e9)
 _GB = 1e9
+_MOST = 10**9  # more hosts or ranks than there are, and few enough to divide by
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ def _parse(path: Path, where: str) -> Any:
         raise UserError(
             f"{where} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
         ) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"{where} is not valid JSON: {error}") from None
     except RecursionError:
         raise UserError(f"{where} is nested too deeply: it is an object of hosts") from None
 
@@ -124,19 +127,23 @@ class _Value:
     accepts: Callable[[Any], bool]
 
 
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and value.isprintable()
+
+
 def _is_number(value: Any) -> bool:
     # Infinity and NaN, which Python's JSON reads, are refused by the upper end.
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST
 
 
 _ANY = _Value("anything", lambda value: True)  # checked by what reads it
-_TEXT = _Value("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+_TEXT = _Value("a printable text that is not empty", _is_name)
 _NUMBER = _Value("a number above 0", _is_number)
-_COUNT = _Value("a whole number of 1 or more", _is_count)
+_COUNT = _Value(f"a whole number from 1 to {_MOST:,}", _is_count)
 _FILE = {"hosts": _ANY, "link": _ANY}
 _LINK = {"latency_us": _NUMBER, "bandwidth_gb_s": _NUMBER}
 _HOST = {

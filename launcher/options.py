@@ -8,6 +8,7 @@ import typer
 from buddy_pipeline.launcher import settings
 from buddy_pipeline.launcher.numbers import byte_size, number, positive_number, whole_number
 from buddy_pipeline.launcher.paths import path
+from buddy_pipeline.launcher.settings import MOST_AT_ONCE
 
 _MODEL, _PROMPT, _SAMPLING = "Model", "Prompt", "Sampling"
 _PIPELINE, _OUTPUT = "Pipeline", "Output"
@@ -127,7 +128,7 @@ CacheDir = Annotated[
     Path | None, _path(_PIPELINE, "Folder of compiled objects; default in the user's cache.")
 ]
 MaxSequences = Annotated[
-    int, _whole(_PIPELINE, "Sequences that run at once; others wait.", least=1)
+    int, _whole(_PIPELINE, "Sequences that run at once; others wait.", least=1, most=MOST_AT_ONCE)
 ]
 Microbatches = Annotated[
     int | None,
@@ -135,6 +136,7 @@ Microbatches = Annotated[
         _PIPELINE,
         "Parts that the running sequences are dealt out to; default by the ranks' measured times.",
         least=1,
+        most=MOST_AT_ONCE,
     ),
 ]
 PrefillChunk = Annotated[
@@ -143,6 +145,7 @@ PrefillChunk = Annotated[
         _PIPELINE,
         "Most prompt tokens in a step; default by the ranks and by what else runs.",
         least=1,
+        most=MOST_AT_ONCE,
     ),
 ]
 KvMemory = Annotated[

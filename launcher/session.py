@@ -166,7 +166,11 @@ def _load(
 ) -> LoadedStage:
     show = world.rank == 0
     layers, sizes = ranges[world.rank], _sizes(opened.model, settings)
-    return load_stage(opened.model, world, layers, settings.threads, sizes, opened.cache, show)
+
+    def load() -> LoadedStage:
+        return load_stage(opened.model, world, layers, settings.threads, sizes, opened.cache, show)
+
+    return _within_memory(sizes, load)
 
 
 def _load_balanced(world: World, opened: _Opened, settings: PipelineSettings) -> LoadedStage:
@@ -199,6 +203,17 @@ def _sizes(model: Model, settings: PipelineSettings) -> StepSizes:
     )
 
 
+def _within_memory(sizes: StepSizes, make: Callable[[], _T]) -> _T:
+    """What `make` returns; UserError if there is no memory for steps of these sizes."""
+    try:
+        return make()
+    except MemoryError:
+        raise UserError(
+            f"no memory for steps of {sizes.tokens:,} tokens and {sizes.rows:,} sequences:"
+            " lower --prefill-chunk, --max-sequences or --microbatches, or use more ranks"
+        ) from None
+
+
 def _connect(
     world: World, opened: _Opened, loaded: LoadedStage, settings: PipelineSettings
 ) -> Session:
@@ -209,24 +224,27 @@ def _connect(
     positions = kv_positions(world, loaded.stage.kv.position_bytes, settings.kv_memory_bytes)
     _together(world, lambda: _check_room(positions, tiers[-1]))
     bounds = Bounds(model.context, sizes.slots, loaded.plan.vocab_size)
-    groups = settings.microbatches or world.world
+    # A sequence is in one microbatch at a time: more of these than sequences would be empty.
+    groups = min(settings.microbatches or world.world, max(settings.max_sequences, world.world))
     # One more than the groups: a step that waits in front of rank world-1 hides rank 0's sampling.
     in_flight = groups + 1 if world.world > 1 else groups
     most = {"max_changes": MOST_CHANGES * sizes.slots, "in_flight": in_flight}
-    ring: Transport | Loopback
-    if world.world == 1:
-        ring = Loopback(sizes.tokens, sizes.rows, **most)
-    else:
-        payload = (loaded.stage.input_bytes, loaded.stage.output_bytes)
-        ring = Transport(
+
+    def make_ring() -> Transport | Loopback:
+        if world.world == 1:
+            return Loopback(sizes.tokens, sizes.rows, **most)
+        return Transport(
             world,
             sizes.tokens,
             sizes.rows,
-            *payload,
+            loaded.stage.input_bytes,
+            loaded.stage.output_bytes,
             bounds,
             **most,
             step_timeout_s=settings.step_timeout_s,
         )
+
+    ring = _together(world, lambda: _within_memory(sizes, make_ring))
     if settings.step_timeout_s is not None:
         stage = WatchedStage(stage, world, settings.step_timeout_s)
     engine = None

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.kinds import check_kind
 
 if TYPE_CHECKING:
     from buddy_pipeline.launcher.prompt import PromptSource
@@ -30,6 +34,18 @@ class ModelSettings:
     """Overrides where the spec's weights come from."""
     exact: bool = False
     """Keeps activations in f32 where the variant would quantise them."""
+
+
+MOST_AT_ONCE = 65_536
+"""The most sequences, microbatches and prompt tokens in a step: more than a host keeps up with."""
+
+_COUNTS = {  # with the most that each may be
+    "threads": None,
+    "max_sequences": MOST_AT_ONCE,
+    "microbatches": MOST_AT_ONCE,
+    "prefill_chunk": MOST_AT_ONCE,
+    "kv_memory_bytes": None,
+}
 
 
 class Balance(Enum):
@@ -79,6 +95,22 @@ class PipelineSettings(ModelSettings):
     """How long a rank may take for a step; None for ever."""
     profile_out: Path | None = None
     """Folder for the profile's trace and picture; None writes neither."""
+
+    def __post_init__(self) -> None:
+        """Raises UserError for a number that cannot be, as the command line's own parsers do."""
+        for name, most in _COUNTS.items():
+            value = getattr(self, name)
+            if value is not None:
+                check_kind(name, value, int)
+                if value < 1 or (most is not None and value > most):
+                    rule = "1 or more" if most is None else f"from 1 to {most:,}"
+                    raise UserError(f"{name} is {value}: it must be {rule}")
+        if self.step_timeout_s is not None:
+            check_kind("step_timeout_s", self.step_timeout_s, float)
+            if not 0 < self.step_timeout_s < math.inf:
+                raise UserError(
+                    f"step_timeout_s is {self.step_timeout_s}: it must be a finite number above 0"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

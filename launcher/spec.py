@@ -158,6 +158,8 @@ def _parse(name: str, text: str) -> dict[str, Any]:
             f"spec {name} is not valid JSON: {error.msg} at line {error.lineno},"
             f" column {error.colno}"
         ) from None
+    except ValueError as error:  # a number of thousands of digits
+        raise UserError(f"spec {name} is not valid JSON: {error}") from None
     except RecursionError:
         raise UserError(f"spec {name} is nested too deeply: a spec is one JSON object") from None
     if not isinstance(fields, dict):

@@ -140,7 +140,8 @@ def _exchange(world: World, error: str | None) -> list[str | None]:
     """The error of every rank, by rank."""
     mine = np.zeros(_REPORT_BYTES, dtype=np.uint8)
     if error is not None:
-        text = error.encode()[: _REPORT_BYTES - 1]
+        # Arguments and file names that are not UTF-8 are in it as half characters.
+        text = error.encode(errors="backslashreplace")[: _REPORT_BYTES - 1]
         mine[0] = 1
         mine[1 : 1 + len(text)] = np.frombuffer(text, dtype=np.uint8)
     all_reports = np.empty((world.world, _REPORT_BYTES), dtype=np.uint8)

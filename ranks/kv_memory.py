@@ -24,7 +24,8 @@ def kv_positions(world: World, position_bytes: int, limit: int | None) -> int:
     """
     memory = int(available_memory() * _SHARE) // world.local_size if limit is None else limit
     # A rank without attention layers has room for any number.
-    mine = np.array([memory // position_bytes if position_bytes else np.iinfo(np.int64).max])
+    most = int(np.iinfo(np.int64).max)
+    mine = np.array([min(memory // position_bytes, most) if position_bytes else most])
     if world.comm is None:
         return int(mine[0])
     from mpi4py import MPI

@@ -7,12 +7,15 @@ probabilities before the temperature flattens or sharpens them.
 """
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, get_type_hints
 
 import numpy as np
 
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.kinds import check_kind
 
 Sampler = Callable[[np.ndarray, Sequence[int]], int]
 """(logits float32 [vocab], ids of prompt and generation so far) -> id of the next token."""
@@ -33,11 +36,17 @@ Filter = Callable[[Candidates], Candidates]
 """Drops or rescales candidates; keeps at least one."""
 
 
+_HOTTEST = sys.float_info.max  # a whole number may be larger, and is no float then
+#: The repeat penalties that leave every logit finite in f32.
+_LEAST_PENALTY, _MOST_PENALTY = 1e-6, 1e6
+
+
 @dataclass(frozen=True)
 class SamplingOptions:
     """How tokens are chosen and when generation ends.
 
-    Raises UserError for a value out of range; the message starts with the field's name.
+    Raises UserError for a value of another kind or out of range; the message starts with the
+    field's name. `stop` may be given as one text or a list of texts.
     """
 
     max_tokens: int = 256
@@ -62,13 +71,24 @@ class SamplingOptions:
     """Treat end-of-sequence tokens as ordinary ones."""
 
     def __post_init__(self) -> None:
+        for name, kind in get_type_hints(SamplingOptions).items():
+            if name != "stop":
+                check_kind(name, getattr(self, name), kind)
+        texts: Any = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+            raise UserError(f"stop is {texts!r}: it must be a text or a list of texts")
+        object.__setattr__(self, "stop", tuple(texts))
         for name, legal, rule in (
             ("max_tokens", self.max_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "a finite number, 0 or more"),
+            ("temperature", 0 <= self.temperature <= _HOTTEST, "a finite number, 0 or more"),
             ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("repeat_penalty", 0 < self.repeat_penalty < math.inf, "a finite number above 0"),
+            (
+                "repeat_penalty",
+                _LEAST_PENALTY <= self.repeat_penalty <= _MOST_PENALTY,
+                "between 0.000001 and 1000000",
+            ),
             ("repeat_last_n", self.repeat_last_n >= -1, "-1 (all tokens), 0 (none) or more"),
             ("seed", self.seed is None or self.seed >= 0, "0 or more"),
         ):
@@ -165,8 +185,15 @@ def min_p(p: float) -> Filter:
 
 
 def temperature(value: float) -> Filter:
-    """Divides the logits by `value`, above 0."""
-    return lambda candidates: Candidates(candidates.ids, candidates.logits / value)
+    """Divides the logits' distances to the best one by `value`, above 0."""
+
+    def divide(candidates: Candidates) -> Candidates:
+        # The best logit becomes 0 however small `value` is; others may go to minus infinity.
+        with np.errstate(over="ignore"):
+            logits = (candidates.logits - candidates.logits.max()) / value
+        return Candidates(candidates.ids, logits)
+
+    return divide
 
 
 def draw(candidates: Candidates, uniform: float) -> int:

@@ -189,8 +189,14 @@ class Transport:
         return not self._roll_call.silent()
 
     def _wait(self, request: Any) -> None:
-        status = self._status
-        self._patience.until(lambda: request.Test(status))
+        """Wait for a send, answering: its receiver may be the rank that is asked after."""
+
+        def sent() -> bool:
+            if self._answers:
+                answer(self._comm)
+            return request.Test(self._status)
+
+        self._patience.until(sent)
 
 
 class _Parcel:

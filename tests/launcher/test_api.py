@@ -1,9 +1,12 @@
 """The Python API: prompts in any form become answers, in order or as they come."""
 
+from typing import Any
+
 import pytest
 
 from buddy_pipeline.launcher import api
 from buddy_pipeline.launcher.api import Pipeline
+from buddy_pipeline.launcher.settings import Balance
 from buddy_pipeline.partition.errors import UserError
 from tests.launcher.fakes import FakeSession, scripted
 
@@ -62,10 +65,16 @@ def test_number_formats_are_those_of_the_command_line(session: FakeSession) -> N
         ("x", {"top_k": -1}, "top_k is -1"),
         ([1] * 1001, {}, "1001 tokens, but the context holds 1000"),
         ([500], {}, "token 500, but the model knows only 257"),
+        ([-1], {}, "token -1: tokens are numbers of 0 or more"),
+        ([1, "x"], {}, "message 0 is 1: give an object"),
+        (None, {}, "prompt is None: give a text, messages or token ids"),
+        ("x", {"top_logits": -1}, "top_logits is -1"),
+        ("x", {"max_tokens": 2.5}, "max_tokens is 2.5: it must be a whole number"),
+        ("x", {"temperature": "hot"}, "temperature is 'hot': it must be a number"),
     ],
 )
 def test_mistakes_are_exceptions_that_the_program_can_catch(
-    prompt: str | list[int], options: dict[str, int], message: str, session: FakeSession
+    prompt: Any, options: dict[str, Any], message: str, session: FakeSession
 ) -> None:
     with Pipeline.from_spec("s") as pipeline:
         with pytest.raises(UserError, match=message):
@@ -79,3 +88,41 @@ def test_another_rank_serves_and_leaves_the_program(session: FakeSession) -> Non
         pytest.fail("only rank 0 goes on")
     assert leaving.value.code == 0
     assert session.served
+
+
+def test_one_text_in_place_of_a_list_of_prompts_is_refused(session: FakeSession) -> None:
+    with Pipeline.from_spec("s") as pipeline, pytest.raises(UserError, match="give a list of"):
+        pipeline.generate("one text")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"threads": 0}, "threads is 0: it must be 1 or more"),
+        ({"max_sequences": 2.5}, "max_sequences is 2.5: it must be a whole number"),
+        ({"kv_memory_bytes": "2G"}, "kv_memory_bytes is '2G': it must be a whole number"),
+        ({"step_timeout_s": float("inf")}, "step_timeout_s is inf: it must be a finite number"),
+        ({"balance": "fair"}, "balance is 'fair': give one of even, memory, measured"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Pipeline.from_spec("s", **settings)
+
+
+def test_a_balance_may_be_given_by_its_name(session: FakeSession) -> None:
+    with Pipeline.from_spec("s", balance="memory"):
+        assert session.settings.balance is Balance.MEMORY
+
+
+def test_streams_may_be_read_by_turns_and_left_in_the_middle(session: FakeSession) -> None:
+    with Pipeline.from_spec("s") as pipeline:
+        left = pipeline.stream("left")
+        assert next(left).text == "H"
+        one, other = pipeline.stream("one", max_tokens=2), pipeline.stream("other", max_tokens=2)
+        texts = [(a.text, b.text) for a, b in zip(one, other, strict=True)]
+        assert [len(pair) for pair in texts] == [2, 2]
+        assert len(pipeline.generate(["x", "y"], max_tokens=2)) == 2
+        left.close()
+        assert session.engine is not None
+        assert not session.engine.running

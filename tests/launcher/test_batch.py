@@ -142,6 +142,8 @@ def test_bad_lines_are_named_and_passed_over(
         ({"prompt": "x"}, "id is None: give a text or a whole number"),
         ({"id": True, "prompt": "x"}, "id is True"),
         ({"id": 1, "prompt": "x"}, "id 1 is that of line 1: give each its own"),
+        ({"id": "\ud800", "prompt": "x"}, r"id is '\ud800', which is not Unicode text"),
+        ({"id": 5, "prompt": "x", "temperature": 10**400}, "it must be a finite number"),
         ({"id": 5, "promt": "x"}, "unknown key 'promt': did you mean 'prompt'?"),
         ({"id": 5, "prompt": "x", "messages": []}, "give either prompt or messages"),
         ({"id": 5, "prompt": 3}, "prompt is 3: give a text"),
@@ -228,7 +230,7 @@ def test_files_are_checked_before_anything_is_loaded(
     [
         ("--kv-memory", "'much' is not a number of bytes, such as 500M or 2G"),
         ("--step-timeout", "'much' is not a number"),
-        ("--max-sequences", "'much' is not a whole number of 1 or more"),
+        ("--max-sequences", "'much' is not a whole number of 1 or more and at most 65,536"),
     ],
 )
 def test_options_of_the_wrong_kind_are_refused(
@@ -236,3 +238,24 @@ def test_options_of_the_wrong_kind_are_refused(
 ) -> None:
     assert run(paths, option, "much") == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_pipe_is_neither_read_nor_written(
+    which: int, session: FakeSession, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(paths[0], GOOD)
+    files = list(paths)
+    files[which] = Path("/dev/null")
+    assert run((files[0], files[1])) == 2
+    assert f"put {files[which]} is a pipe or a device: give a file" in capsys.readouterr().err
+
+
+def test_results_do_not_go_to_the_input(
+    session: FakeSession, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(paths[0], GOOD)
+    before = paths[0].read_bytes()
+    assert run((paths[0], paths[0])) == 2
+    assert "is also the --input: give results a file of their own" in capsys.readouterr().err
+    assert paths[0].read_bytes() == before

@@ -59,12 +59,18 @@ def test_a_thousand_like_hosts_are_one_entry(tmp_path: Path) -> None:
         ({"hosts": [{**HOST, "gflops": 0}]}, "gflops is 0: it must be a number above 0"),
         ({"hosts": [{**HOST, "gflops": True}]}, "gflops is True: it must be a number above 0"),
         ('{"hosts": [{"memory_gb": Infinity}]}', "memory_gb is inf: it must be a number above 0"),
-        ({"hosts": [{**HOST, "ranks": 1.5}]}, "ranks is 1.5: it must be a whole number of 1"),
-        ({"hosts": [{**HOST, "name": ""}]}, "name is '': it must be a text"),
+        ({"hosts": [{**HOST, "ranks": 1.5}]}, "ranks is 1.5: it must be a whole number from 1"),
+        ({"hosts": [{**HOST, "name": ""}]}, "name is '': it must be a printable text"),
+        ({"hosts": [{**HOST, "name": "\ud800"}]}, "it must be a printable text that is not empty"),
+        (
+            '{"hosts": [{"ranks": 1' + "0" * 400 + "}]}",
+            "it must be a whole number from 1 to 1,000,0",
+        ),
+        ('{"hosts": 1' + "0" * 5000 + "}", "is not valid JSON: Exceeds the limit"),
         ({"hosts": [HOST], "link": {"latency_us": 1}}, "link lacks the key 'bandwidth_gb_s'"),
         ({"hosts": [HOST]}, "has 1 ranks, but --world is 2: mend count and ranks"),
-        ({"hosts": [{**HOST, "count": 10**12}]}, "has more than 2 ranks, but --world is 2"),
-        ({"hosts": [{**HOST, "ranks": 10**12}]}, "has more than 2 ranks, but --world is 2"),
+        ({"hosts": [{**HOST, "count": 10**9}]}, "has more than 2 ranks, but --world is 2"),
+        ({"hosts": [{**HOST, "ranks": 10**9}]}, "has more than 2 ranks, but --world is 2"),
     ],
 )
 def test_what_is_wrong_is_named(tmp_path: Path, content: Any, message: str) -> None:

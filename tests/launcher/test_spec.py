@@ -147,6 +147,7 @@ def test_an_empty_spec_is_f32_with_the_model_s_own_context(spec_file: Path) -> N
         ("[1]", "holds a JSON list: it must be an object"),
         ("{", "is not valid JSON: "),
         ('{"variant": "f32", "variant": "f16"}', "gives the key 'variant' twice"),
+        ('{"max_token_len": 1' + "0" * 5000 + "}", "is not valid JSON: Exceeds the limit"),
         ("[" * 100_000, "is nested too deeply"),
     ],
 )

@@ -159,13 +159,19 @@ def test_samples_follow_the_probabilities() -> None:
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
+        ("temperature", 10**400),
         ("top_k", -1),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("min_p", -0.1),
         ("min_p", 1.1),
         ("repeat_penalty", 0.0),
+        ("repeat_penalty", 1e-9),
         ("repeat_penalty", float("inf")),
+        ("max_tokens", 2.5),
+        ("seed", 1.5),
+        ("top_k", None),
+        ("ignore_eos", 1),
         ("repeat_last_n", -2),
         ("seed", -1),
     ],
@@ -173,6 +179,29 @@ def test_samples_follow_the_probabilities() -> None:
 def test_a_value_out_of_range_names_the_field_and_the_value(field: str, value: Any) -> None:
     with pytest.raises(UserError, match=f"^{field} is {value}: it must be"):
         SamplingOptions(**{field: value})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    options = SamplingOptions(max_tokens=np.int64(3), temperature=np.float64(0.5))  # type: ignore[arg-type]
+    assert (options.max_tokens, options.temperature) == (3, 0.5)
+
+
+def test_one_stop_text_needs_no_list() -> None:
+    assert SamplingOptions(stop="ab").stop == ("ab",)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^stop is \[1\]: it must be a text or a list of texts"):
+        SamplingOptions(stop=[1])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("value", [5e-324, 1e-300, 1e-30])
+def test_the_smallest_temperatures_take_the_best_token(value: float) -> None:
+    sample = make_sampler(SamplingOptions(temperature=value, seed=1))
+    assert {sample(logits_of(1.0, 9.0, 9.5, 0.0), []) for _ in range(20)} == {2}
+
+
+@pytest.mark.parametrize("penalty", [1e-6, 1e6])
+def test_the_furthest_repeat_penalties_leave_logits_finite(penalty: float) -> None:
+    sample = make_sampler(SamplingOptions(repeat_penalty=penalty))
+    assert sample(logits_of(30.0, 0.0, -1e30), [0, 1, 2]) == 0
 
 
 def test_an_empty_stop_text_is_refused() -> None:
