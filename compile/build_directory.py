@@ -190,11 +190,14 @@ def write_imported(
         n for n, p in enumerate(plan.partitions) if set(share.owners[p.name]) & set(share.ranks)
     ]
     wanted = tuple(plan.partitions[n] for n in numbers)
+    compiled = _compiled_before(directory, config_digest)
     objects: list[ObjectEntry] = []
     for key in plan.objects(wanted):
         source = read_source(cache.source_folder(key))
         source.write(directory.mlir / source.name, directory.write)
-        objects.append(_object_entry(key, source))
+        entry = _object_entry(key, source)
+        old = compiled.get(key)
+        objects.append(old if old is not None and old.mlir == entry.mlir else entry)
     folders = {entry.key: entry.name for entry in objects}
 
     entries = []
@@ -256,6 +259,18 @@ def write_imported(
     directory.write(directory.plan, plan.to_json().encode())
     directory.write(directory.manifest, manifest.to_json().encode())
     return manifest
+
+
+def _compiled_before(directory: BuildDirectory, config_digest: str) -> dict[str, ObjectEntry]:
+    """The compiled objects of an import that is replaced, by key: they serve on where code and
+    configuration are the same."""
+    try:
+        manifest = directory.read_manifest()
+    except UserError:
+        return {}
+    if manifest.config != config_digest:
+        return {}
+    return {entry.key: entry for entry in manifest.objects if entry.file is not None}
 
 
 def current_keys(

@@ -47,6 +47,8 @@ def custom_target(triple: str, cpu: str, features: str) -> Target:
     )
     named = f"target '{triple}', CPU '{cpu}', features '{features}'"
     for line in run.stderr.splitlines():
+        if "flags should start with" in line:
+            raise UserError(f"{named}: each feature begins with + or -, such as +avx2")
         if "is not a recognized" in line:
             raise UserError(f"{named}: {line.split(' (')[0]}; see 'llc -march=... -mcpu=help'")
     if run.returncode != 0:

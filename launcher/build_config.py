@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from buddy_pipeline.compile.build_directory import BuildDirectory
 from buddy_pipeline.compile.formats import FORMATS
 from buddy_pipeline.compile.granularity import Granularity, Sharing
 from buddy_pipeline.compile.target import Target
@@ -118,6 +119,20 @@ def load_config(path: Path) -> BuildConfig:
         why = getattr(error, "strerror", None) or "it is not JSON"
         raise UserError(f"--config {path} cannot be read ({why}): {again}") from None
     return config_of(data, f"--config {path}")
+
+
+def load_imported_config(directory: BuildDirectory, path: Path | None = None) -> BuildConfig:
+    """The configuration at `path`, by default the directory's own; UserError unless the directory
+    was imported from just that."""
+    path = path or directory.config
+    manifest = directory.read_manifest()
+    config = load_config(path)
+    if manifest.config != config.digest():
+        raise UserError(
+            f"build directory '{directory.root}' was imported from another configuration than"
+            f" {path}: run 'buddy-pipeline import' again"
+        )
+    return config
 
 
 def config_of(data: Any, where: str) -> BuildConfig:

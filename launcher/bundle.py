@@ -31,7 +31,7 @@ from buddy_pipeline.partition.layers import block_role, layer_ranges
 from buddy_pipeline.partition.sealed_json import seal, unseal
 from buddy_pipeline.ranks.checkpoint import Checkpoint, TokenizerSource, open_checkpoint
 from buddy_pipeline.ranks.packing import packed_bytes
-from buddy_pipeline.ranks.weight_files import map_file, parameter_key, parameter_places
+from buddy_pipeline.ranks.weight_files import Place, map_file, parameter_key, parameter_places
 
 #: Raised whenever the meaning of a field or file changes.
 FORMAT_VERSION = 2
@@ -69,13 +69,12 @@ def write_bundle(
         "weights": {},
         "tokenizer": None,
     }
-    packed = parameter_places(directory.weights, parameters) if weights else {}
-    if packed is None:
-        raise UserError(
-            f"build directory '{directory.root}' has no packed weights for rank {rank}:"
-            " import it without --skip-weights, or pack with --no-weights"
-        )
-    tokenizer = open_checkpoint(Path(config.model_path)).tokenizer if weights else None
+    packed: Mapping[str, Place] = {}
+    tokenizer = None
+    if weights:
+        checkpoint = open_checkpoint(Path(config.model_path))
+        tokenizer = checkpoint.tokenizer
+        packed = _current_places(directory, config, rank, parameters, checkpoint.path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,6 +100,28 @@ def write_bundle(
         raise _unwritable(path, error) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _current_places(
+    directory: BuildDirectory,
+    config: BuildConfig,
+    rank: int,
+    parameters: Sequence[Parameter],
+    source: Path,
+) -> Mapping[str, Place]:
+    """Where the packed weights lie; UserError if there are none, or the model has changed since."""
+    if parameter_places(directory.weights, parameters) is None:
+        raise UserError(
+            f"build directory '{directory.root}' has no packed weights for rank {rank}:"
+            " import it without --skip-weights, or pack with --no-weights"
+        )
+    places = parameter_places(directory.weights, parameters, (source, config.variant))
+    if places is None:
+        raise UserError(
+            f"{directory.weights} was not packed from what {source} holds now:"
+            " import and compile it again, or pack with --no-weights"
+        )
+    return places
 
 
 def _unwritable(path: Path, error: OSError) -> UserError:

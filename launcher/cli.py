@@ -97,6 +97,21 @@ def run(
     _check_balance(split, balance)
     if sum(source is not None for source in (spec, build_dir, bundle)) != 1:
         raise UserError("run needs --spec, --build-dir or --bundle: give one of them")
+    decided: dict[str, object] = {}
+    if spec is None:
+        decided |= {"--variant": variant, "--exact": exact, "--kv-cache-dtype": kv_cache_dtype}
+    if bundle is not None:
+        decided |= {
+            "--split": split,
+            "--balance": balance.value if balance is not Balance.EVEN else None,
+        }
+    for option, value in decided.items():
+        if value:
+            what = "--bundle" if bundle is not None else "--build-dir"
+            raise UserError(
+                f"{option}{'' if value is True else f' {value}'} cannot change what is already"
+                f" built in {what} {bundle or build_dir}: leave it out, or build with it"
+            )
     settings = RunSettings(
         spec=spec or "",
         build_dir=build_dir,

@@ -9,6 +9,7 @@ from typing import Any
 from buddy_pipeline.compile.build_directory import BuildDirectory
 from buddy_pipeline.compile.object_file import read_object_file
 from buddy_pipeline.compile.partition_manifest import PartitionManifest, parse_manifest
+from buddy_pipeline.launcher.build_config import BuildConfig, load_config
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.weight_files import MANIFEST as WEIGHTS_MANIFEST
 from buddy_pipeline.ranks.weight_files import read_weights_manifest
@@ -53,6 +54,8 @@ def _table(path: Path) -> Table:
             return _weights_table(path / WEIGHTS_MANIFEST)
     elif path.name == WEIGHTS_MANIFEST:
         return _weights_table(path)
+    elif path.name == BuildDirectory(path.parent).config.name:
+        return _config_table(load_config(path))
     elif path.suffix == ".json":
         return _manifest_file(path)
     elif path.suffix == ".bin":
@@ -76,6 +79,20 @@ def _manifest_file(path: Path) -> Table:
     raise UserError(
         f"{path} {why}: inspect shows a partition_manifest.json as 'buddy-pipeline import' wrote it"
     )
+
+
+def _config_table(config: BuildConfig) -> Table:
+    granularity = config.granularity
+    facts = {
+        "spec": config.spec,
+        "model": f"{config.model_path}, {config.family}",
+        "variant": config.variant,
+        "layers": config.layers,
+        "context": config.context,
+        "strategy": f"{granularity.strategy}, code shared by {granularity.sharing.value}",
+        "target": f"{config.target.cpu} ({config.target.triple})",
+    }
+    return Table(facts, data=json.loads(config.to_json()))
 
 
 def _manifest_table(manifest: PartitionManifest) -> Table:

@@ -14,7 +14,7 @@ from buddy_pipeline.compile.cache import write_atomically
 from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.manifest import PartitionPlan, Plan, Value
 from buddy_pipeline.compile.target import check_runs_here
-from buddy_pipeline.launcher.build_config import load_config
+from buddy_pipeline.launcher.build_config import BuildConfig, load_imported_config
 from buddy_pipeline.launcher.nearest import nearest
 from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.prebuilt import BuiltDirectory
@@ -42,14 +42,16 @@ def run_partition_command(settings: PartitionSettings) -> int:
     """
     check_writable("--output", settings.output)
     directory = BuildDirectory(settings.build_dir)
-    directory.read_manifest()
-    config = load_config(directory.config)
+    config = load_imported_config(directory)
     check_runs_here(config.target, f"build directory '{directory.root}'")
     checkpoint = open_checkpoint(Path(config.model_path))
     built = BuiltDirectory(directory, config, checkpoint.path)
     partitions = _chosen(built.plan, settings.partition)
+    if settings.tokens is not None:
+        _check_tokens(settings.tokens, config)  # before there are random values of so many
     values = _given(built.plan, partitions, settings)
     tokens = settings.tokens or len(next(iter(values.values()), range(_TOKENS)))
+    _check_tokens(tokens, config)
 
     world = join_world({})
     team = threads_for(world, settings.threads)
@@ -77,6 +79,15 @@ def _chosen(plan: Plan, name: str | None) -> Sequence[PartitionPlan]:
         names = [partition.name for partition in plan.partitions]
         raise UserError(f"partition {name!r} does not exist: {nearest(name, names)}")
     return found
+
+
+def _check_tokens(tokens: int, config: BuildConfig) -> None:
+    """Raises UserError for more tokens than one sequence has positions."""
+    if tokens > config.context:
+        raise UserError(
+            f"{tokens} tokens are more than the model's {config.context} positions: give at most"
+            f" {config.context} with --tokens or --inputs"
+        )
 
 
 def _given(plan: Plan, partitions: Sequence[PartitionPlan], settings: PartitionSettings) -> Values:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from buddy_pipeline.compile.build_directory import BuildDirectory
-from buddy_pipeline.launcher.build_config import load_config
+from buddy_pipeline.launcher.build_config import load_imported_config
 from buddy_pipeline.launcher.bundle import bundle_name, write_bundle
 from buddy_pipeline.partition.errors import UserError
 
@@ -17,7 +17,7 @@ def pack_command(build_dir: Path, output: Path, rank: int | None, weights: bool)
             f"--rank {rank} was not imported into '{directory.root}', which has"
             f" {', '.join(map(str, manifest.ranks))} of {manifest.world}"
         )
-    config = load_config(directory.config)
+    config = load_imported_config(directory)
     for each in manifest.ranks if rank is None else (rank,):
         path = output / bundle_name(each, manifest.world)
         write_bundle(path, directory, config, each, weights)

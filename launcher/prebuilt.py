@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from buddy_pipeline.compile.build_directory import BuildDirectory, read_objects
 from buddy_pipeline.compile.manifest import Parameter, Plan
 from buddy_pipeline.compile.target import Target, check_runs_here
-from buddy_pipeline.launcher.build_config import BuildConfig, load_config
+from buddy_pipeline.launcher.build_config import BuildConfig, load_imported_config
 from buddy_pipeline.launcher.model import Model
 from buddy_pipeline.launcher.settings import PipelineSettings
 from buddy_pipeline.launcher.spec import Spec
@@ -65,8 +65,7 @@ def open_prebuilt(settings: PipelineSettings, rank: int, world: int, cache: Cach
         return _open_bundle(settings, rank, world, cache)
     assert settings.build_dir is not None
     directory = BuildDirectory(settings.build_dir)
-    directory.read_manifest()
-    config = load_config(directory.config)
+    config = load_imported_config(directory)
     check_runs_here(config.target, f"build directory '{directory.root}'")
     checkpoint = open_checkpoint(settings.local_model or Path(config.model_path))
     built = BuiltDirectory(directory, config, checkpoint.path)

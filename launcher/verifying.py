@@ -8,7 +8,7 @@ from buddy_pipeline.compile.cache import Cache, write_atomically
 from buddy_pipeline.compile.granularity import Granularity
 from buddy_pipeline.compile.service import ensure_plan, verify_split
 from buddy_pipeline.compile.target import host_target
-from buddy_pipeline.launcher.model import Model, open_model
+from buddy_pipeline.launcher.model import Model, open_model, resolve_model
 from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.settings import VerifySettings
 from buddy_pipeline.partition.errors import UserError
@@ -22,21 +22,23 @@ def verify_command(settings: VerifySettings) -> int:
     if settings.report is not None:
         check_writable("--report", settings.report)
     layer_splitter(settings.strategy, "")  # before anything is compiled
-    model = replace(open_model(settings), granularity=Granularity(settings.strategy))
-    ranges = layer_ranges(model.layers, settings.world, settings.split)
+    resolved = resolve_model(settings)  # only the logits need weights
+    granularity = Granularity(settings.strategy)
+    ranges = layer_ranges(resolved.layers, settings.world, settings.split)
     cache = Cache.open(settings.cache_dir)
     plan, _ = ensure_plan(
-        model.checkpoint.config,
-        model.formats,
+        resolved.config,
+        resolved.formats,
         host_target(),
         cache,
-        model.granularity,
+        granularity,
         with_mlir=True,
     )
-    structure = verify_split(plan, model.checkpoint.config["model_type"], ranges, cache)
+    structure = verify_split(plan, resolved.config["model_type"], ranges, cache)
     report, ok = json.loads(structure.to_json()), structure.ok
     word = "every node once, in order" if structure.ok else "violations found"
     if settings.numeric:
+        model = replace(open_model(settings), granularity=granularity)
         numeric, agrees = _numeric(model, settings, cache)
         report, ok = {"ok": ok and agrees, "structure": report, "numeric": numeric}, ok and agrees
         word += "; logits agree" if agrees else "; logits differ"

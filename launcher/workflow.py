@@ -25,7 +25,12 @@ from buddy_pipeline.compile.object_builder import Built, ObjectBuilder
 from buddy_pipeline.compile.partition_manifest import PartitionManifest
 from buddy_pipeline.compile.service import Ahead, PlanTimes, ensure_plan, verify_split
 from buddy_pipeline.compile.worker_process import CompileError
-from buddy_pipeline.launcher.build_config import BuildConfig, load_config, resolve_config
+from buddy_pipeline.launcher.build_config import (
+    BuildConfig,
+    load_config,
+    load_imported_config,
+    resolve_config,
+)
 from buddy_pipeline.launcher.building import default_jobs
 from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.settings import BuildSettings, ImportSettings, StageSettings
@@ -144,11 +149,8 @@ def compile_directory_command(
     if sharing is not None and sharing.value != manifest.sharing:
         config = _with_sharing(config, sharing)
         manifest = import_model(directory, config, cache, _same_import(manifest)).manifest
-    if manifest.config != config.digest():
-        raise UserError(
-            f"build directory '{directory.root}' was imported from another configuration than"
-            f" {path}: run 'buddy-pipeline import' again"
-        )
+        path = directory.config
+    load_imported_config(directory, path)
     started = time.perf_counter()
     with ObjectBuilder(config.target, cache, stage.jobs or default_jobs()) as builder:
         built = compile_directory(directory, manifest, config, cache, builder)

@@ -326,6 +326,7 @@ def test_an_import_of_another_configuration_is_not_compiled(
     [
         (["--strategy", "finer"], "'finer' does not exist"),
         (["--target-cpu", "nonsense", "--target-features", "+x"], "not a recognized processor"),
+        (["--target-features", "avx2"], "each feature begins with + or -"),
         (["--target-triple", "bogus"], "does not know this triple"),
         (["--target-triple", "riscv64-unknown-linux-gnu"], "has no vectors"),
     ],
@@ -527,3 +528,97 @@ def test_a_bundle_for_another_cpu_is_refused_with_both_named(
         project.run("run", *bundle)
     message = error(capsys, int(ended.value.code or 0))
     assert "aarch64-unknown-linux-gnu" in message and host_target().cpu in message
+
+
+def test_a_build_directory_with_another_configuration_is_not_run_or_packed(
+    copied: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert copied.gen_config("--variant", "bf16") == 0
+    capsys.readouterr()
+    build = ("--build-dir", copied.build)
+    with pytest.raises(SystemExit):
+        copied.run("run", *build, "--prompt", "Hi", "--cache-dir", copied.cache)
+    assert "was imported from another configuration" in error(capsys, 2)
+    for command in (
+        ("pack", *build, "-o", copied.folder / "bundles"),
+        ("run-partition", copied.build, "--random", 1, "--output", copied.folder / "out.npz"),
+    ):
+        assert "was imported from another configuration" in error(capsys, copied.run(*command))
+    assert copied.gen_config() == 0
+    assert copied.run("pack", *build, "-o", copied.folder / "bundles") == 0
+
+
+def test_weights_of_a_model_that_has_changed_since_are_not_packed(
+    copied: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = copied.folder / "changed"
+    shutil.copytree(copied.model, changed)
+    copied.model = changed
+    assert copied.gen_config() == 0
+    assert copied.import_model("--world", 2) == 0
+    pack = ("pack", "--build-dir", copied.build, "-o", copied.folder / "bundles")
+    assert copied.run(*pack) == 0
+    weights = changed / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-400:] = bytes(400)
+    weights.write_bytes(data)
+    capsys.readouterr()
+    message = error(capsys, copied.run(*pack))
+    assert str(changed) in message and "import" in message
+    assert copied.run(*pack, "--no-weights") == 0
+    assert copied.import_model("--world", 2) == 0
+    assert copied.run(*pack) == 0
+
+
+def test_an_import_of_the_same_leaves_it_compiled(copied: Project) -> None:
+    directory = BuildDirectory(copied.build)
+    before = directory.read_manifest().objects
+    assert copied.import_model("--world", 2, "--debug-wrappers") == 0
+    assert directory.read_manifest().objects == before
+    assert copied.gen_config("--variant", "bf16") == 0
+    assert copied.import_model("--world", 2) == 0
+    assert not any(entry.file for entry in directory.read_manifest().objects)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "words"),
+    [
+        ("--build-dir", ["--variant", "bf16"], "--variant bf16 cannot change"),
+        ("--build-dir", ["--exact"], "--exact cannot change"),
+        ("--bundle", ["--kv-cache-dtype", "int8"], "--kv-cache-dtype int8 cannot change"),
+        ("--bundle", ["--split", "2,1"], "--split 2,1 cannot change"),
+        ("--bundle", ["--balance", "memory"], "--balance memory cannot change"),
+    ],
+)
+def test_options_that_what_is_built_has_decided_are_refused(
+    source: str,
+    options: list[str],
+    words: str,
+    compiled: Project,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = compiled.run("run", source, compiled.build, "--prompt", "Hi", *options)
+    message = error(capsys, code)
+    assert words in message and str(compiled.build) in message
+
+
+def test_the_structure_is_verified_without_weights(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bare = project.folder / "bare"
+    bare.mkdir()
+    shutil.copy(project.model / "config.json", bare)
+    model = ("--spec", project.spec, "--local-model", bare, "--cache-dir", project.cache)
+    assert project.run("verify", *model, "--world", 2) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
+    assert "safetensors" in error(
+        capsys, project.run("verify", *model, "--numeric", "--prompt", "Hi")
+    )
+
+
+def test_inspect_shows_a_configuration(
+    compiled: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compiled.run("inspect", compiled.config) == 0
+    shown = capsys.readouterr().out
+    assert "qwen2" in shown and "context: 64" in shown

@@ -147,6 +147,7 @@ def test_mistakes_are_one_line(
         ([layer.name, "--inputs", double], [name, "float64"]),
         ([layer.name, "--inputs", short, "--tokens", 37], [name, "36", "37 tokens"]),
         (["--inputs", far], ["vocabulary", str(VOCAB_SIZE - 1)]),
+        ([layer.name, "--random", 1, "--tokens", 999_999], ["999999 tokens", "--tokens"]),
         ([layer.name, "--inputs", text], ["text.npz", "npz"]),
         ([layer.name, "--inputs", tmp_path / "gone.npz"], ["gone.npz"]),
     ]
