@@ -12,6 +12,8 @@ from buddy_pipeline.ranks.checkpoint import open_checkpoint
 from tests.e2e.command import answer, buddy_pipeline, refusal
 from tests.launcher.buddy_specs import BUDDY_SPECS
 
+DAILY = "f32_tiered_kv_cache"
+"""The spec that runs in every test run; the others run every night."""
 ROTARY_FREQUENCIES = 6
 """Half of the tiny model's head, 60 / 5 elements."""
 
@@ -35,7 +37,10 @@ def test_a_model_of_another_size_is_refused_with_both_counts(
     assert "weights_override.total is 1,777,088,064, but" in refusal(ended)
 
 
-@pytest.mark.parametrize("name", BUDDY_SPECS)
+@pytest.mark.parametrize(
+    "name",
+    [DAILY, *(pytest.param(n, marks=pytest.mark.slow) for n in BUDDY_SPECS if n != DAILY)],
+)
 def test_a_spec_gives_the_answer_of_its_variant_alone(
     name: str, model: Path, cache: Path, tmp_path: Path
 ) -> None:

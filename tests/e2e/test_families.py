@@ -34,10 +34,10 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"family": "gemma2"},
     "gpt2": {"family": "gpt2", "max_shard_size": "60KB"},
     "qwen3_moe": {"family": "qwen3_moe", "max_shard_size": "200KB"},
-    "mixtral": {"family": "mixtral"},
-    "olmoe": {"family": "olmoe", "as_published": False},
 }
 SLOW_MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"family": "mixtral"},
+    "olmoe": {"family": "olmoe", "as_published": False},
     "qwen2-untied": {"family": "qwen2", "tie_word_embeddings": False},
     "llama-tied": {"family": "llama", "tie_word_embeddings": True},
     "gpt2-untied": {"family": "gpt2", "tie_word_embeddings": False},
