@@ -55,7 +55,8 @@ SLOW_MODELS: dict[str, dict[str, Any]] = {
     "phi3": {"family": "phi3", **_SIZES, "pad_token_id": None},
     "gemma3_text": {"family": "gemma3_text", **_SIZES, "head_dim": 22, "sliding_window": 11},
 }
-WORLDS = [1, pytest.param(2, marks=[pytest.mark.mpi, needs_mpi])]
+DAILY_PAIRS = ("llama", "gpt2", "qwen3_moe")
+"""Models that run on two ranks in every test run; the others do every night."""
 
 
 @pytest.fixture(scope="module")
@@ -70,10 +71,18 @@ def model(checkpoint: Checkpoints) -> Callable[[str], tuple[Path, Reference]]:
     return make
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
-@pytest.mark.parametrize(
-    "name", [*MODELS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_MODELS)]
-)
+def cases() -> list[Any]:
+    """(name, ranks): all models alone, and on two ranks."""
+    found = []
+    for name in (*MODELS, *SLOW_MODELS):
+        slow = [pytest.mark.slow]
+        found.append(pytest.param(name, 1, marks=slow if name in SLOW_MODELS else []))
+        pair = [] if name in DAILY_PAIRS else slow
+        found.append(pytest.param(name, 2, marks=[pytest.mark.mpi, needs_mpi, *pair]))
+    return found
+
+
+@pytest.mark.parametrize(("name", "ranks"), cases())
 def test_logits_are_those_of_transformers(
     name: str,
     ranks: int,
