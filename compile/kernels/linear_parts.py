@@ -82,8 +82,7 @@ class LinearParts:
             t.line("return")
 
     def prefetch(self, address: str, size: int) -> None:
-        """Asks for `size` bytes of the next panel: while a panel's tiles after the first multiply
-        from cache, memory would otherwise idle."""
+        """Asks memory, which would otherwise idle, for `size` bytes of weights that come later."""
         for line in range(0, size, CACHE_LINE):
             place = self.t.gep(address, line, "i8")
             self.t.line(
@@ -131,11 +130,13 @@ class LinearParts:
         return t.select(t.is_null("%bias"), "%bias", place, "!llvm.ptr")
 
     def call_copy(self, values: list[str]) -> None:
+        """Calls `copy_rows`."""
         kinds = [kind for _, kind in _COPY_ARGS]
         self.t.call("copy_rows", list(zip(values, kinds, strict=True)))
 
 
 def ceil_div(t: Text, value: str, by: int) -> str:
+    """value / by, rounded up; both are positive i64."""
     if by == 1:
         return value
     return t.binary("arith.divui", t.add(value, t.constant(by - 1)), t.constant(by))

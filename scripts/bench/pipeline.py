@@ -36,7 +36,7 @@ import typer
 from benchkit.child import child, run_in_child
 from benchkit.command import check_json_path, main, whole_numbers
 from benchkit.limits import Limits as CoreLimits
-from benchkit.limits import compile_loops
+from benchkit.limits import Objects, compile_loops
 from benchkit.pipeline_tasks import Task, Team
 from benchkit.report import describe, machine, table, write_json
 from buddy_pipeline.compile.target import host_target
@@ -123,7 +123,8 @@ def batches(base: Task, rounds: int) -> list[Row]:
 
 def two_over_one(base: Task, rounds: int) -> list[Row]:
     """Item 5."""
-    one, two = _cores(1), _cores(2)
+    objects = run_in_child("the compiler", compile_loops, host_target())
+    one, two = _cores(objects, 1), _cores(objects, 2)
     flops = two.f32_flops_per_s / one.f32_flops_per_s
     read = two.read_bytes_per_s / one.read_bytes_per_s
     rows = [
@@ -140,9 +141,8 @@ def two_over_one(base: Task, rounds: int) -> list[Row]:
     return rows
 
 
-def _cores(count: int) -> CoreLimits:
+def _cores(objects: Objects, count: int) -> CoreLimits:
     """What so many cores give at once."""
-    objects = run_in_child("the compiler", compile_loops, host_target())
     with child(f"{count} threads", Team, objects, count) as team:
         found: CoreLimits = team.call("measure")
     return found
