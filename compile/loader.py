@@ -33,7 +33,9 @@ class Library:
         request_matrix_unit()  # for code that uses it; where there is none it is refused
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()
-        self._jit = llvm.create_lljit_compiler()
+        # Without JITLink LLVM's older linker is used, which on AArch64 ends the process where an
+        # object's constants lie too far from its code, and which does not know RISC-V.
+        self._jit = llvm.create_lljit_compiler(use_jit_link=True)
         builder = llvm.JITLibraryBuilder()
         for data in objects:
             builder.add_object_img(data)

@@ -4,6 +4,7 @@ import functools
 import hashlib
 from dataclasses import asdict, dataclass
 
+from buddy_pipeline.compile.host_features import flattened, host_features
 from buddy_pipeline.compile.matrix_unit import request_matrix_unit
 from buddy_pipeline.partition.errors import UserError
 
@@ -53,9 +54,9 @@ def host_target() -> Target:
     """The CPU this process runs on."""
     import llvmlite.binding as llvm
 
-    features = llvm.get_host_cpu_features()
+    features = host_features()
     return _describe(
-        llvm.get_process_triple(), llvm.get_host_cpu_name(), features.flatten(), features
+        llvm.get_process_triple(), llvm.get_host_cpu_name(), flattened(features), features
     )
 
 
@@ -64,10 +65,8 @@ def check_runs_here(target: Target, what: str) -> None:
 
     The same CPU can; so can a level or a generic CPU whose features this one has.
     """
-    import llvmlite.binding as llvm
-
     host = host_target()
-    present = {name for name, there in llvm.get_host_cpu_features().items() if there}
+    present = {name for name, there in host_features().items() if there}
     wanted = {name[1:] for name in target.features.split(",") if name.startswith("+")}
     wanted |= _LEVEL_FEATURES.get(target.cpu, set())
     same_kind = target.triple.split("-")[0] == host.triple.split("-")[0]
@@ -95,6 +94,10 @@ _LEVEL_FEATURES: dict[str, set[str]] = {
     "x86-64-v4": _AVX2_LEVEL | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
     "generic": set(),
     "generic-rv64": set(),
+    # Armv8.2 with what the Neoverse N1 adds; later server CPUs have all of it.
+    "neoverse-n1": {
+        *("aes", "crc", "dotprod", "fp-armv8", "fullfp16", "lse", "neon", "rcpc", "rdm", "sha2")
+    },
 }
 
 
@@ -124,7 +127,11 @@ def _describe(triple: str, cpu: str, features: str, present: "dict[str, bool]") 
     if architecture in ("aarch64", "arm64"):
         int8 = "sdot" if present.get("dotprod") else ""
         return Target(triple, cpu, features, 128, 32, False, int8)
-    raise UserError(f"architecture '{architecture}' has no kernels; use x86_64 or aarch64")
+    if architecture == "riscv64":
+        if not present.get("v"):
+            raise UserError(f"CPU '{cpu}' has no vectors (RISC-V's V); no kernels for it")
+        return Target(triple, cpu, features, 128, 32, False, "")
+    raise UserError(f"architecture '{architecture}' has no kernels; use x86_64, aarch64 or riscv64")
 
 
 #: Targets with names of their own. "host" is not among them.

@@ -16,6 +16,7 @@ READ_BY_RANKS = (
     "compile.manifest",
     "compile.cache",
     "compile.loader",
+    "compile.host_features",
     "compile.matrix_unit",
     "compile.target",
     "compile.formats",

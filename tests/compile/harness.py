@@ -16,6 +16,7 @@ import pytest
 from buddy_pipeline.compile.codegen import compile_object
 from buddy_pipeline.compile.formats import FORMATS, WeightFormat
 from buddy_pipeline.compile.formats.base import panel_bytes
+from buddy_pipeline.compile.host_features import host_features
 from buddy_pipeline.compile.kernels import attention, driver, embedding, experts, linear, top_k
 from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.loader import Library
@@ -41,9 +42,7 @@ def runnable_targets() -> list[Any]:
 
     A level with the host's vectors gives nearly the host's code: it runs every night only.
     """
-    import llvmlite.binding as llvm
-
-    features = llvm.get_host_cpu_features()
+    features = host_features()
     needs = {
         "x86-64-v4": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"),
         "x86-64-v3": ("avx2", "fma", "bmi2", "f16c"),
