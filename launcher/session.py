@@ -20,6 +20,7 @@ from buddy_pipeline.launcher.settings import Balance, PipelineSettings
 from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.engine import Engine
+from buddy_pipeline.ranks.exchange import all_gather
 from buddy_pipeline.ranks.faults import agree, exit_alone, guarded
 from buddy_pipeline.ranks.kv_memory import kv_positions
 from buddy_pipeline.ranks.measuring import BlockTimes, block_times
@@ -180,7 +181,7 @@ def _load_balanced(world: World, opened: _Opened, settings: PipelineSettings) ->
         return loaded
     # As many tokens as a decode step of a full pipeline has.
     tokens = min(opened.model.context, -(-settings.max_sequences // world.world))
-    times: list[BlockTimes] = world.comm.allgather(block_times(loaded.stage, tokens))
+    times = all_gather(world.comm, block_times(loaded.stage, tokens), BlockTimes)
     ranges = measured_ranges(opened.model.layers, times)
     if world.rank == 0:
         print(f"layers by rank: {','.join(str(len(r)) for r in ranges)}", file=sys.stderr)

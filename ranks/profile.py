@@ -10,6 +10,7 @@ from pathlib import Path
 
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.engine import Engine
+from buddy_pipeline.ranks.exchange import gather
 from buddy_pipeline.ranks.profile_clock import estimate_offset
 from buddy_pipeline.ranks.profile_picture import write_picture
 from buddy_pipeline.ranks.profile_report import SLOTS_VARIABLE, RankProfile, report
@@ -145,4 +146,4 @@ class Profiler:
         """All ranks' profiles on rank 0, only its own elsewhere."""
         if self._world.comm is None:
             return [mine]
-        return self._world.comm.gather(mine) or [mine]
+        return gather(self._world.comm, mine, RankProfile) or [mine]

@@ -89,7 +89,10 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
         )
     comm = comm.Dup()
     rank = comm.Get_rank()
-    everyone: list[tuple[str, frozenset[int]]] = comm.allgather((hostname, available_cores()))
+    # Only here, since a world of one does without.
+    from buddy_pipeline.ranks.exchange import all_gather
+
+    everyone = all_gather(comm, (hostname, available_cores()), tuple[str, frozenset[int]])
     local = [other for other, (host, _) in enumerate(everyone) if host == hostname]
     local_rank = local.index(rank)
     return World(

@@ -3,8 +3,9 @@
 import json
 import sys
 
+from buddy_pipeline.ranks.exchange import gather
 from buddy_pipeline.ranks.faults import CollectiveExit, guarded
-from buddy_pipeline.ranks.profile_clock import estimate_offset
+from buddy_pipeline.ranks.profile_clock import Offset, estimate_offset
 from buddy_pipeline.ranks.world import join_world
 
 
@@ -12,7 +13,7 @@ def main() -> None:
     world = join_world()
     with guarded(world):
         offset = estimate_offset(world)
-        offsets = [offset] if world.comm is None else world.comm.gather(offset)
+        offsets = [offset] if world.comm is None else gather(world.comm, offset, Offset)
         if world.rank == 0:
             print(json.dumps(offsets), flush=True)
 
