@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from buddy_pipeline.compile.source import Source
 from buddy_pipeline.partition.sealed_json import seal, unseal
 
 #: Raised whenever the meaning of a manifest's field changes.
@@ -62,6 +63,11 @@ class PartitionManifest:
     def to_json(self) -> str:
         """Sealed JSON text."""
         return json.dumps(seal(FORMAT_VERSION, asdict(self)), indent=1) + "\n"
+
+
+def source_hashes(source: Source) -> dict[str, str]:
+    """SHA-256 of a source's files, by their place below mlir/."""
+    return {f"{source.name}/{name}": digest for name, digest in source.hashes().items()}
 
 
 def parse_manifest(text: str) -> PartitionManifest:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from buddy_pipeline.compile.draft import ExpertLinear, IslandCall, Linear
 from buddy_pipeline.compile.drafting import Drafted, Drafter
 from buddy_pipeline.compile.early_sources import driver_source
 from buddy_pipeline.compile.export import ExportedModel
@@ -18,13 +19,12 @@ from buddy_pipeline.compile.manifest import Constant, PartitionPlan, Plan, Templ
 from buddy_pipeline.compile.mlir_text import join_modules
 from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import Target
-from buddy_pipeline.compile.templates import (
-    ExpertLinear,
-    IslandCall,
-    Linear,
-    emit_template,
-    island_symbol,
+from buddy_pipeline.compile.template_kernels import (
+    draft_libraries,
+    partial_result,
+    thread_scratch,
 )
+from buddy_pipeline.compile.templates import emit_template, island_symbol
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.partition.fragments import resolve
 from buddy_pipeline.partition.graph import GraphNode, NodeKind, Partition
@@ -68,10 +68,10 @@ def make_plan(
                 name=partition.name,
                 unit=str(partition.unit),
                 template=code.template(drafted, partition, number),
-                inputs=drafted.inputs,
-                outputs=drafted.outputs,
-                parameters=tuple(drafted.draft.parameters),
-                constants=drafted.constants,
+                inputs=drafted.bound.inputs,
+                outputs=drafted.bound.outputs,
+                parameters=tuple(drafted.bound.parameters),
+                constants=drafted.bound.constants,
                 kv=tuple(drafted.draft.kv),
             )
         )
@@ -140,14 +140,14 @@ class _Code:
             self._announce(partition, self.templates[name].objects)
             return name
         libraries = [
-            self.add(Source(symbol, (symbol,), emit()))
-            for symbol, emit in draft.libraries(self._target).items()
+            self.add(Source(symbol, (symbol,), kernel.emit()))
+            for symbol, kernel in draft_libraries(draft, self._target).items()
         ]
         self._announce(partition, libraries)
         islands = tuple(
             (island_symbol(name, j), self._import(island, structure))
             for j, (island, structure) in enumerate(
-                zip(drafted.islands, draft.islands, strict=True)
+                zip(drafted.bound.islands, draft.islands, strict=True)
             )
         )
         shown = f"{_kind(partition)}-{name[-6:]}" if shared else name
@@ -163,8 +163,8 @@ class _Code:
             symbol=name,
             objects=(own, *libraries),
             scratch=tuple(draft.scratch),
-            thread_scratch=draft.thread_scratch(self._target),
-            partial=draft.partial(self._target),
+            thread_scratch=thread_scratch(draft, self._target),
+            partial=partial_result(draft, self._target),
             regions=tuple(_region_names(drafted)),
         )
         return name
@@ -203,14 +203,14 @@ def _kind(partition: Partition) -> str:
 
 def _region_names(drafted: Drafted) -> Iterator[str]:
     """What people call each region of a template, such as "linear gate_proj up_proj"."""
-    first_parameter = len(drafted.inputs) + len(drafted.outputs)
+    first_parameter = len(drafted.bound.passed)
     for item in drafted.draft.items:
         kind = type(item).__name__.lower()
         if isinstance(item, Linear):
-            parts = drafted.draft.parameters[item.weight - first_parameter].parts
+            parts = drafted.bound.parameters[item.weight - first_parameter].parts
             yield " ".join([kind, *(part.weight[0].split(".")[-2] for part in parts)])
         elif isinstance(item, ExpertLinear):
-            (part,) = drafted.draft.parameters[item.weight - first_parameter].parts
+            (part,) = drafted.bound.parameters[item.weight - first_parameter].parts
             yield f"experts {part.weight[0].split('.')[-1]}"
         elif isinstance(item, IslandCall):
             yield f"island {item.source}"

@@ -4,199 +4,30 @@ A template is `name(args, step, tid)`: `args` is a table of 8-byte words (addres
 parameters and temporaries, and KV offsets), so layers of one structure share the code.
 """
 
-import hashlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import partial
-
+from buddy_pipeline.compile.draft import (
+    Attention,
+    Draft,
+    Embedding,
+    ExpertLinear,
+    Gather,
+    IslandCall,
+    Item,
+    Linear,
+    Row,
+    TopK,
+)
 from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.formats.base import panel_bytes
-from buddy_pipeline.compile.kernels import attention, embedding, experts, linear, top_k
-from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.kernels.step import (
     declare_end_region,
     end_region,
     step_word,
     thread_share,
 )
-from buddy_pipeline.compile.manifest import KvLayer, Parameter, StepWord
+from buddy_pipeline.compile.manifest import StepWord
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
-
-
-@dataclass(frozen=True)
-class Row:
-    """Where a value's rows lie: a word of the args table, a column offset and a row stride, both in
-    elements of `dtype`."""
-
-    word: int
-    column: int
-    stride: int
-    dtype: str
-
-    @property
-    def element(self) -> str:
-        """The MLIR type of one element."""
-        return "i64" if self.dtype == "i64" else "f32"
-
-
-@dataclass(frozen=True)
-class Gather:
-    """Copies the rows whose logits are wanted to a dense temporary."""
-
-    source: Row
-    to: Row
-
-
-@dataclass(frozen=True)
-class Linear:
-    """out = x · Wᵀ (+ bias) for one or several packed matrices side by side."""
-
-    x: Row
-    out: Row
-    weight: int
-    bias: int | None
-    depth: int
-    panels: int
-    form: str
-
-
-@dataclass(frozen=True)
-class ExpertLinear:
-    """out[j] = x · Wᵀ (+ bias) with the matrix of each expert that a token chose.
-
-    `step` is the distance of the rows of x that belong to a token's choices, 0 where all choices
-    read the same row.
-    """
-
-    x: Row
-    choice: Row
-    out: Row
-    weight: int
-    bias: int | None
-    step: int
-    choices: int
-    experts: int
-    depth: int
-    outputs: int
-    form: str
-
-
-@dataclass(frozen=True)
-class TopK:
-    """out = where the `count` greatest of each of `rows` rows of x lie."""
-
-    x: Row
-    out: Row
-    rows: int
-    width: int
-    count: int
-
-
-@dataclass(frozen=True)
-class Attention:
-    """Causal attention over the cache; `kv` is the word of its KV offset, `sinks` and `slopes`
-    those of what each head has of its own."""
-
-    q: Row
-    k: Row
-    v: Row
-    out: Row
-    shape: AttentionShape
-    kv_heads: int
-    kv: int
-    scale: float
-    window: int
-    softcap: float
-    sinks: int | None = None
-    slopes: int | None = None
-
-
-@dataclass(frozen=True)
-class Embedding:
-    """out = table[ids]."""
-
-    ids: Row
-    out: Row
-    table: int
-    depth: int
-    form: str
-
-
-@dataclass(frozen=True)
-class IslandCall:
-    """An island on each token: arguments are rows (activations) or words (whole arrays)."""
-
-    source: int  # which of the draft's islands
-    inputs: tuple[Row | int, ...]
-    outputs: tuple[Row, ...]
-
-
-Item = Gather | Linear | ExpertLinear | TopK | Attention | Embedding | IslandCall
-
-
-@dataclass
-class Draft:
-    """A template before it is written: what it does, on words of its args table.
-
-    Two partitions with equal `signature()` share a template.
-    """
-
-    counts: str = "tokens"  # or "rows": which tokens it works on
-    items: list[Item] = field(default_factory=list)
-    islands: list[str] = field(default_factory=list)  # structural signatures
-    scratch: list[int] = field(default_factory=list)  # row bytes
-    kv: list[KvLayer] = field(default_factory=list)
-    parameters: list[Parameter] = field(default_factory=list)
-
-    def signature(self) -> str:
-        """Text that is equal for templates of equal code."""
-        return repr((self.counts, self.items, self.islands, self.scratch))
-
-    def name(self) -> str:
-        """A symbol that follows from the structure."""
-        return "template_" + hashlib.sha256(self.signature().encode()).hexdigest()[:12]
-
-    def thread_scratch(self, target: Target) -> int:
-        """Bytes that one thread needs while it runs the template."""
-        needs = [0]
-        for item in self.items:
-            if isinstance(item, Linear):
-                needs.append(
-                    linear.linear_scratch_bytes(target, weight_format(item.form), item.depth)
-                )
-            elif isinstance(item, ExpertLinear):
-                form = weight_format(item.form)
-                needs.append(experts.experts_scratch_bytes(target, form, item.depth))
-            elif isinstance(item, Attention):
-                needs.append(attention.attention_scratch_bytes(target, item.shape))
-        return max(needs)
-
-    def partial(self, target: Target) -> int:
-        """Bytes of one partial result of its attention."""
-        shapes = [item.shape for item in self.items if isinstance(item, Attention)]
-        return max((attention.partial_bytes(target, shape) for shape in shapes), default=0)
-
-    def libraries(self, target: Target) -> dict[str, Callable[[], str]]:
-        """The kernel libraries that the template calls: symbol and emitter."""
-        found: dict[str, Callable[[], str]] = {}
-        for item in self.items:
-            if isinstance(item, Linear):
-                form = weight_format(item.form)
-                found[linear.linear_name(form)] = partial(linear.emit_linear, target, form)
-            elif isinstance(item, ExpertLinear):
-                form = weight_format(item.form)
-                found[linear.linear_name(form)] = partial(linear.emit_linear, target, form)
-                found[experts.experts_name(form)] = partial(experts.emit_experts, target, form)
-            elif isinstance(item, TopK):
-                found[top_k.TOP_K] = top_k.emit_top_k
-            elif isinstance(item, Attention):
-                found[item.shape.name] = partial(attention.emit_attention, target, item.shape)
-            elif isinstance(item, Embedding):
-                form = weight_format(item.form)
-                name = embedding.embedding_name(form)
-                found[name] = partial(embedding.emit_embedding, target, form)
-        return found
+from buddy_pipeline.compile.template_kernels import draft_kernels, item_kernel
 
 
 def island_symbol(template: str, index: int) -> str:
@@ -208,7 +39,7 @@ def emit_template(draft: Draft, name: str, target: Target) -> str:
     """MLIR text of the module with the template as function `name`, without islands' bodies."""
     t = Text()
     declare_end_region(t)
-    _declare(t, draft, name)
+    _declare(t, draft, name, target)
     args = [("args", "!llvm.ptr"), ("step", "!llvm.ptr"), ("tid", "i64")]
     with t.function(name, args):
         team = step_word(t, StepWord.TEAM)
@@ -222,24 +53,11 @@ def emit_template(draft: Draft, name: str, target: Target) -> str:
     return str(t)
 
 
-def _declare(t: Text, draft: Draft, name: str) -> None:
+def _declare(t: Text, draft: Draft, name: str, target: Target) -> None:
     """Declarations of the kernels and islands that the template calls."""
-    signatures: dict[str, list[str]] = {}
+    signatures = {kernel.symbol: kernel.types for kernel in draft_kernels(draft, target)}
     for item in draft.items:
-        if isinstance(item, Linear):
-            name_of = linear.linear_name(weight_format(item.form))
-            signatures[name_of] = [kind for _, kind in linear.SIGNATURE]
-        elif isinstance(item, ExpertLinear):
-            name_of = experts.experts_name(weight_format(item.form))
-            signatures[name_of] = [kind for _, kind in experts.SIGNATURE]
-        elif isinstance(item, TopK):
-            signatures[top_k.TOP_K] = [kind for _, kind in top_k.SIGNATURE]
-        elif isinstance(item, Attention):
-            signatures[item.shape.name] = [kind for _, kind in attention.SIGNATURE]
-        elif isinstance(item, Embedding):
-            name_of = embedding.embedding_name(weight_format(item.form))
-            signatures[name_of] = [kind for _, kind in embedding.SIGNATURE]
-        elif isinstance(item, IslandCall):
+        if isinstance(item, IslandCall):
             count = len(item.inputs) + len(item.outputs)
             signatures[island_symbol(name, item.source)] = ["!llvm.ptr"] * count
     for symbol, kinds in signatures.items():
@@ -285,11 +103,11 @@ class _Writer:
         """What a word holds, or a null pointer."""
         return self.t.op("llvm.mlir.zero : !llvm.ptr") if word is None else self._pointer(word)
 
-    def _i64(self, value: int) -> tuple[str, str]:
-        return self.t.constant(value), "i64"
-
-    def _call(self, symbol: str, values: list[str], kinds: list[str]) -> None:
-        self.t.call(symbol, list(zip(values, kinds, strict=True)))
+    def _call(self, item: Item, values: list[str]) -> None:
+        """A call of the item's kernel."""
+        kernel = item_kernel(item, self.target)
+        assert kernel is not None
+        self.t.call(kernel.symbol, list(zip(values, kernel.types, strict=True)))
 
     def _gather(self, item: Gather) -> None:
         t = self.t
@@ -325,8 +143,7 @@ class _Writer:
             self.team,
             scratch,
         ]
-        symbol = linear.linear_name(weight_format(item.form))
-        self._call(symbol, values, [kind for _, kind in linear.SIGNATURE])
+        self._call(item, values)
 
     def _expert_linear(self, item: ExpertLinear) -> None:
         t, form = self.t, weight_format(item.form)
@@ -350,7 +167,7 @@ class _Writer:
             self.team,
             self._thread_scratch(),
         ]
-        self._call(experts.experts_name(form), values, [kind for _, kind in experts.SIGNATURE])
+        self._call(item, values)
 
     def _top_k(self, item: TopK) -> None:
         t = self.t
@@ -366,7 +183,7 @@ class _Writer:
             "%tid",
             self.team,
         ]
-        self._call(top_k.TOP_K, values, [kind for _, kind in top_k.SIGNATURE])
+        self._call(item, values)
 
     def _thread_scratch(self) -> str:
         t = self.t
@@ -389,7 +206,7 @@ class _Writer:
             "%step",
             "%tid",
         ]
-        self._call(item.shape.name, values, [kind for _, kind in attention.SIGNATURE])
+        self._call(item, values)
 
     def _embedding(self, item: Embedding) -> None:
         t = self.t
@@ -404,8 +221,7 @@ class _Writer:
             "%tid",
             self.team,
         ]
-        symbol = embedding.embedding_name(weight_format(item.form))
-        self._call(symbol, values, [kind for _, kind in embedding.SIGNATURE])
+        self._call(item, values)
 
     def _island(self, item: IslandCall) -> None:
         t = self.t
@@ -420,4 +236,4 @@ class _Writer:
                     base = t.gep(base, offset, argument.element)
                 pointers.append(base)
             symbol = island_symbol(self.name, item.source)
-            self._call(symbol, pointers, ["!llvm.ptr"] * len(pointers))
+            t.call(symbol, [(pointer, "!llvm.ptr") for pointer in pointers])

@@ -22,8 +22,9 @@ from typing import Any
 
 import numpy as np
 
-from buddy_pipeline.compile.build_directory import BuildDirectory, read_objects
+from buddy_pipeline.compile.build_directory import BuildDirectory
 from buddy_pipeline.compile.cache import write_atomically
+from buddy_pipeline.compile.compiled_files import read_objects
 from buddy_pipeline.compile.manifest import Parameter, Plan
 from buddy_pipeline.launcher.build_config import BuildConfig, config_of
 from buddy_pipeline.partition.errors import UserError

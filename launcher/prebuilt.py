@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from buddy_pipeline.compile.build_directory import BuildDirectory, read_objects
+from buddy_pipeline.compile.build_directory import BuildDirectory
+from buddy_pipeline.compile.compiled_files import read_objects
 from buddy_pipeline.compile.manifest import Parameter, Plan
 from buddy_pipeline.compile.target import Target, check_runs_here
 from buddy_pipeline.launcher.build_config import BuildConfig, load_imported_config

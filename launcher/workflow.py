@@ -10,16 +10,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from buddy_pipeline.compile.build_directory import (
-    BuildDirectory,
-    Share,
-    current_keys,
-    write_imported,
-    write_objects,
-)
+from buddy_pipeline.compile.build_directory import BuildDirectory
 from buddy_pipeline.compile.cache import Cache, write_atomically
+from buddy_pipeline.compile.compiled_files import current_keys, write_objects
 from buddy_pipeline.compile.debug_wrappers import write_wrappers
 from buddy_pipeline.compile.granularity import Granularity, Sharing
+from buddy_pipeline.compile.imported_files import Share, write_imported
 from buddy_pipeline.compile.manifest import Plan, runs_unit
 from buddy_pipeline.compile.object_builder import Built, ObjectBuilder
 from buddy_pipeline.compile.partition_manifest import PartitionManifest

@@ -51,7 +51,7 @@ class Model:
         found: dict[str, Island] = {}
         seen = set()
         for partition, drafted in self.drafts(target).items():
-            for number, island in enumerate(drafted.islands):
+            for number, island in enumerate(drafted.bound.islands):
                 structure = signature(island, self.exported, self.table)
                 if structure not in seen:
                     seen.add(structure)

@@ -3,9 +3,7 @@ only when nobody needs them."""
 
 import pytest
 
-from buddy_pipeline.compile.drafting import Drafted
-from buddy_pipeline.compile.target import Target, named_target
-from buddy_pipeline.compile.templates import (
+from buddy_pipeline.compile.draft import (
     Attention,
     Draft,
     Embedding,
@@ -17,6 +15,8 @@ from buddy_pipeline.compile.templates import (
     Row,
     TopK,
 )
+from buddy_pipeline.compile.drafting import Drafted
+from buddy_pipeline.compile.target import Target, named_target
 from buddy_pipeline.partition.fragments import cut, resolve
 from buddy_pipeline.partition.graph import NodeKind, Partition
 from tests.checkpoints import FAMILIES, MIXTURES
@@ -73,8 +73,8 @@ def test_only_experts_and_their_choice_come_in_place_of_a_feed_forward(family: s
 
 @on_each_mixture
 def test_routers_are_not_quantised_but_experts_are(family: str) -> None:
-    draft = model(family).drafts(TARGETS[0], "w8a16")["layer1"].draft
-    forms = {part.weight[0]: p.form for p in draft.parameters for part in p.parts}
+    bound = model(family).drafts(TARGETS[0], "w8a16")["layer1"].bound
+    forms = {part.weight[0]: p.form for p in bound.parameters for part in p.parts}
     experts = {form for name, form in forms.items() if ".experts." in name}
     assert experts == {"w8a16"}
     assert forms["model.layers.1.mlp.gate.weight"] == "bf16"
@@ -106,7 +106,7 @@ def fragments(of: Model, partition: Partition, drafted: Drafted) -> list[tuple[s
     """The values that each item but gathers makes: linears of results that leave stand alone."""
     found = []
     for fragment in cut(partition, of.table):
-        leaving = [n for n in fragment.nodes if n in drafted.outputs]
+        leaving = [n for n in fragment.nodes if n in drafted.bound.outputs]
         if fragment.is_kernel and len(fragment.nodes) > 1 and leaving:
             found += [(name,) for name in leaving]
             rest = tuple(n for n in fragment.nodes if n not in leaving)
@@ -119,7 +119,7 @@ def fragments(of: Model, partition: Partition, drafted: Drafted) -> list[tuple[s
 def values_read(of: Model, drafted: Drafted, item: Item, nodes: tuple[str, ...]) -> list[str]:
     """The values that an item must find where it reads, in the order of `reads`."""
     if isinstance(item, IslandCall):
-        inputs = zip(drafted.islands[item.source].inputs, item.inputs, strict=True)
+        inputs = zip(drafted.bound.islands[item.source].inputs, item.inputs, strict=True)
         return [name for name, place in inputs if isinstance(place, Row)]
     activations = [
         resolve(name, of.table)
@@ -135,7 +135,7 @@ def values_written(
 ) -> dict[tuple[int, int], str]:
     """Where an item leaves which value: (word, column) to name."""
     if isinstance(item, IslandCall):
-        names = drafted.islands[item.source].outputs
+        names = drafted.bound.islands[item.source].outputs
         return {(r.word, r.column): n for r, n in zip(item.outputs, names, strict=True)}
     places, column = {}, 0
     for name in nodes:
@@ -153,7 +153,7 @@ def test_whoever_reads_a_value_finds_it_where_it_looks(family: str, target: Targ
     drafts = of.drafts(target)
     for partition in of.partitions:
         drafted = drafts[partition.name]
-        holds = {(word, 0): name for word, name in enumerate(drafted.inputs)}
+        holds = {(word, 0): name for word, name in enumerate(drafted.bound.inputs)}
         makes = iter(fragments(of, partition, drafted))
         for item in drafted.draft.items:
             if isinstance(item, Gather):
@@ -167,7 +167,7 @@ def test_whoever_reads_a_value_finds_it_where_it_looks(family: str, target: Targ
             holds = {place: n for place, n in holds.items() if place[0] not in overwritten}
             holds |= values_written(of, drafted, item, nodes, target.panel)
         assert next(makes, None) is None
-        for word, name in enumerate(drafted.outputs, len(drafted.inputs)):
+        for word, name in enumerate(drafted.bound.outputs, len(drafted.bound.inputs)):
             assert holds[word, 0] == name
 
 
@@ -175,10 +175,10 @@ def test_whoever_reads_a_value_finds_it_where_it_looks(family: str, target: Targ
 def test_words_of_a_table_do_not_overlap(family: str) -> None:
     """Inputs, outputs, parameters, constants, scratch, KV offsets, in this order."""
     for drafted in model(family).drafts(TARGETS[0]).values():
-        draft = drafted.draft
-        first = len(drafted.inputs) + len(drafted.outputs)
-        after_parameters = first + len(draft.parameters)
-        scratch = after_parameters + len(drafted.constants)
+        draft, bound = drafted.draft, drafted.bound
+        first = len(bound.passed)
+        after_parameters = first + len(bound.parameters)
+        scratch = after_parameters + len(bound.constants)
         end = scratch + len(draft.scratch)
         for item in draft.items:
             for row in (*reads(item), *writes(item)):
@@ -196,9 +196,8 @@ def test_words_of_a_table_do_not_overlap(family: str) -> None:
 @on_each_kind
 def test_rows_fit_their_temporaries(family: str) -> None:
     for drafted in model(family).drafts(TARGETS[0]).values():
-        draft = drafted.draft
-        scratch = len(drafted.inputs) + len(drafted.outputs) + len(draft.parameters)
-        scratch += len(drafted.constants)
+        draft, bound = drafted.draft, drafted.bound
+        scratch = len(bound.passed) + len(bound.parameters) + len(bound.constants)
         for item in draft.items:
             for row in (*reads(item), *writes(item)):
                 if row.word >= scratch:

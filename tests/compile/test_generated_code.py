@@ -17,6 +17,7 @@ from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
 from buddy_pipeline.compile.kernels.step import BARRIER, END_REGION
 from buddy_pipeline.compile.lowering import lower_island, lower_kernel
 from buddy_pipeline.compile.target import Target, named_target
+from buddy_pipeline.compile.template_kernels import draft_libraries
 from buddy_pipeline.compile.templates import emit_template, island_symbol
 from tests.compile.assembly import Code, functions
 from tests.compile.elf import MACHINES, read_elf
@@ -298,13 +299,13 @@ def test_template_objects_need_their_kernels_only(target: Target) -> None:
             continue  # the same template as layer0
         draft = drafted.draft
         modules = [lower_kernel(emit_template(draft, draft.name(), target))]
-        for number, island in enumerate(drafted.islands):
+        for number, island in enumerate(drafted.bound.islands):
             symbol = island_symbol(draft.name(), number)
             modules.append(lower_island(llama.text(island), symbol))
         file = read_elf(compile_object(modules, [draft.name()], target))
         assert file.machine == MACHINES[target.triple.split("-")[0]]
         assert draft.name() in file.visible, place
-        assert file.undefined - C_LIBRARY == {END_REGION, *draft.libraries(target)}, place
+        assert file.undefined - C_LIBRARY == {END_REGION, *draft_libraries(draft, target)}, place
 
 
 @on_each_target

@@ -224,7 +224,7 @@ def test_a_sum_has_the_same_bits_for_the_same_row_every_time() -> None:
 def test_structure_decides_the_signature_not_names() -> None:
     of = model("llama")
     drafts = of.drafts(host())
-    first, second = (drafts[f"layer{i}"].islands for i in (0, 1))
+    first, second = (drafts[f"layer{i}"].bound.islands for i in (0, 1))
     assert [i.nodes for i in first] != [i.nodes for i in second]
     table, exported = of.table, of.exported
     assert [signature(i, exported, table) for i in first] == [

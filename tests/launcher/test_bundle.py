@@ -1,0 +1,97 @@
+"""Bundles of a tiny model: what they hold, and which are refused."""
+
+import json
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from buddy_pipeline.compile.build_directory import BuildDirectory
+from buddy_pipeline.compile.target import host_target
+from buddy_pipeline.launcher.bundle import Bundle
+from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.weight_files import map_weights
+from tests.launcher.project import Project, error
+
+
+def test_bundles_hold_what_their_rank_needs(compiled: Project, tmp_path: Path) -> None:
+    assert compiled.run("pack", "--build-dir", compiled.build, "-o", tmp_path) == 0
+    for rank, layer in ((0, "layer2"), (1, "layer0")):
+        path = tmp_path / f"rank{rank}-of-2.zip"
+        names = zipfile.ZipFile(path).namelist()
+        assert f"weights/{layer}.bin" in names and "tokenizer/tokenizer.json" in names
+        bundle = Bundle(path)
+        assert (bundle.rank, bundle.world, bundle.split) == (rank, 2, (1, 2))
+        partitions = [p for p in bundle.plan.partitions if p.name == layer]
+        weights = bundle.weights([q for p in partitions for q in p.parameters])
+        assert weights is not None
+        mapped = map_weights(BuildDirectory(compiled.build).weights, list(weights))
+        assert mapped is not None
+        for parameter, packed in weights.items():
+            assert np.array_equal(packed, mapped[parameter])
+            assert packed.ctypes.data % 64 == 0
+
+
+def test_a_bundle_without_weights_is_small(compiled: Project, tmp_path: Path) -> None:
+    assert compiled.run("pack", "--build-dir", compiled.build, "-o", tmp_path, "--no-weights") == 0
+    names = zipfile.ZipFile(tmp_path / "rank0-of-2.zip").namelist()
+    assert not [name for name in names if name.startswith(("weights", "tokenizer"))]
+
+
+def test_inspect_shows_a_bundle(
+    compiled: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compiled.run("pack", "--build-dir", compiled.build, "-o", tmp_path, "--no-weights") == 0
+    capsys.readouterr()
+    assert compiled.run("inspect", tmp_path / "rank1-of-2.zip") == 0
+    shown = capsys.readouterr().out
+    assert "rank: 1 of 2" in shown and host_target().cpu in shown and "plan.json" in shown
+
+
+def test_a_damaged_bundle_is_named(compiled: Project, tmp_path: Path) -> None:
+    compiled.run("pack", "--build-dir", compiled.build, "-o", tmp_path, "--rank", 0)
+    whole = (tmp_path / "rank0-of-2.zip").read_bytes()
+    bad = tmp_path / "bad.zip"
+    for data in (b"", b"text", whole[:-100], whole[: len(whole) // 2]):
+        bad.write_bytes(data)
+        with pytest.raises(UserError, match=r"bad\.zip is cut short or no bundle"):
+            Bundle(bad)
+    with pytest.raises(UserError, match="does not exist"):
+        Bundle(tmp_path / "none.zip")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"format": 99}, "is of another format version"),
+        ({"world": 4}, "was changed after it was written"),
+    ],
+)
+def test_a_bundle_of_another_version_or_edited_is_named(
+    change: dict[str, int], words: str, compiled: Project, tmp_path: Path
+) -> None:
+    compiled.run("pack", "--build-dir", compiled.build, "-o", tmp_path, "--rank", 0)
+    path, changed = tmp_path / "rank0-of-2.zip", tmp_path / "changed.zip"
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(changed, "w") as archive:
+        for name in source.namelist():
+            data = source.read(name)
+            if name == "bundle.json":
+                data = json.dumps({**json.loads(data), **change}).encode()
+            archive.writestr(name, data)
+    with pytest.raises(UserError, match=rf"changed\.zip: .*{words}: run 'buddy-pipeline pack'"):
+        Bundle(changed)
+
+
+def test_a_bundle_for_another_cpu_is_refused_with_both_named(
+    project: Project, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    project.gen_config("--target-cpu", "aarch64")
+    assert project.import_model() == 0 and project.compile() == 0
+    assert project.run("pack", "--build-dir", project.build, "-o", tmp_path) == 0
+    capsys.readouterr()
+    bundle = ("--bundle", tmp_path, "--prompt", "Hi", "--cache-dir", project.cache)
+    with pytest.raises(SystemExit) as ended:  # a session ends its process
+        project.run("run", *bundle)
+    message = error(capsys, int(ended.value.code or 0))
+    assert "aarch64-unknown-linux-gnu" in message and host_target().cpu in message
