@@ -17,12 +17,13 @@ from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.launcher.model import resolve_model
 from buddy_pipeline.launcher.nearest import nearest
+from buddy_pipeline.launcher.run_defaults import RunDefaults, read_defaults
 from buddy_pipeline.launcher.settings import BuildSettings
 from buddy_pipeline.launcher.variants import known_cache_type
 from buddy_pipeline.partition.errors import UserError
 
 #: Raised whenever the meaning of a field changes.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 #: Sizes that configurations give, in the order in which they are shown.
 _SHAPES = (
     "hidden_size",
@@ -46,6 +47,8 @@ class BuildConfig:
     layers: int
     granularity: Granularity
     target: Target
+    defaults: RunDefaults
+    """How it is run; no part of what is compiled, so it may be edited at any time."""
     model: dict[str, Any]
     """The Hugging Face configuration."""
 
@@ -75,6 +78,7 @@ class BuildConfig:
                     "shapes": shapes,
                     "token_counts": {"prefill": f"1 to {self.context}", "decode": "any"},
                     "target": asdict(self.target),
+                    "run": asdict(self.defaults),
                     "model": self.model,
                 },
                 indent=1,
@@ -85,7 +89,7 @@ class BuildConfig:
     def digest(self) -> str:
         """SHA-256 of what decides the generated code and files."""
         decisive = asdict(self)
-        del decisive["spec"], decisive["model_path"]
+        del decisive["spec"], decisive["model_path"], decisive["defaults"]
         return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()
 
 
@@ -106,6 +110,7 @@ def resolve_config(settings: BuildSettings) -> BuildConfig:
         layers=resolved.layers,
         granularity=Granularity(settings.strategy, sharing),
         target=target,
+        defaults=resolved.defaults,
         model=resolved.config,
     )
 
@@ -154,6 +159,7 @@ def config_of(data: Any, where: str) -> BuildConfig:
             layers=int(data["layers"]),
             granularity=Granularity(str(data["strategy"]), Sharing(data["sharing"])),
             target=Target(**data["target"]),
+            defaults=read_defaults(data["run"], int(data["context"])),
             model=dict(data["model"]),
         )
         formats = config.formats

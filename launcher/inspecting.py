@@ -82,7 +82,7 @@ def _manifest_file(path: Path) -> Table:
 
 
 def _config_table(config: BuildConfig) -> Table:
-    granularity = config.granularity
+    granularity, defaults = config.granularity, config.defaults
     facts = {
         "spec": config.spec,
         "model": f"{config.model_path}, {config.family}",
@@ -91,6 +91,9 @@ def _config_table(config: BuildConfig) -> Table:
         "context": config.context,
         "strategy": f"{granularity.strategy}, code shared by {granularity.sharing.value}",
         "target": f"{config.target.cpu} ({config.target.triple})",
+        "threads": defaults.threads or "a share of the host's cores",
+        "prompt tokens in a step": defaults.prefill_chunk or "as suits the ranks",
+        "KV tiers": ", ".join(map(str, defaults.kv_tiers)),
     }
     return Table(facts, data=json.loads(config.to_json()))
 

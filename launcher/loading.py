@@ -55,7 +55,7 @@ def load_stage(
 ) -> LoadedStage:
     """The stage with `layers` on this rank, compiled for this CPU.
 
-    threads: of the team; None takes the spec's, else one for each core of this rank.
+    threads: of the team; None takes the model's default, else one for each core of this rank.
     show: whether progress of compiling goes to standard error.
 
     Sets the process up for its threads, so a process loads one team size. Raises UserError for
@@ -79,7 +79,7 @@ def load_stage(
             objects = model.prebuilt.objects(keys)
 
     # Compiler processes inherit the affinity, so the team is bound after they are done.
-    team = threads_for(world, threads or model.spec.num_threads)
+    team = threads_for(world, threads or model.defaults.threads)
     prepare_threads(world, team)
     symbols = [plan.templates[p.template].symbol for p in partitions]
     exported = [*DRIVER_SYMBOLS, *dict.fromkeys(symbols)]

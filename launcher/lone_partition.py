@@ -54,7 +54,7 @@ def run_partition_command(settings: PartitionSettings) -> int:
     _check_tokens(tokens, config)
 
     world = join_world({})
-    team = threads_for(world, settings.threads)
+    team = threads_for(world, settings.threads or config.defaults.threads)
     prepare_threads(world, team)
     made: Values = {}
     for partition in partitions:

@@ -16,6 +16,7 @@ from buddy_pipeline.launcher.element_counts import (
     chosen_counts,
 )
 from buddy_pipeline.launcher.model_source import model_path
+from buddy_pipeline.launcher.run_defaults import RunDefaults, spec_defaults
 from buddy_pipeline.launcher.settings import ModelSettings
 from buddy_pipeline.launcher.spec import Spec, load_spec
 from buddy_pipeline.launcher.stored_formats import as_stored
@@ -53,12 +54,12 @@ _DEFAULT_CONTEXT = 2048
 class Model:
     """What a spec and the command line mean together."""
 
-    spec: Spec
     checkpoint: Checkpoint
     formats: Variant
     context: int
     """Positions of one sequence."""
     layers: int
+    defaults: RunDefaults
     granularity: Granularity = COARSE_TEMPLATES
     """How the graph is cut, and what like parts share."""
     prebuilt: Prebuilt | None = None
@@ -81,6 +82,7 @@ class ResolvedModel:
     formats: Variant
     context: int
     layers: int
+    defaults: RunDefaults
 
 
 def resolve_model(settings: ModelSettings) -> ResolvedModel:
@@ -95,10 +97,14 @@ def resolve_model(settings: ModelSettings) -> ResolvedModel:
     if has_weights(path):
         model = open_model(settings)
         found = model.checkpoint.config
-        return ResolvedModel(path, found, model.formats, model.context, model.layers)
+        return ResolvedModel(
+            path, found, model.formats, model.context, model.layers, model.defaults
+        )
     config = read_config(path)
     formats = _with_cache(known_variant(settings.variant or spec.variant), settings, spec)
-    return ResolvedModel(path, config, formats, _context(spec, config), _layers(config))
+    context = _context(spec, config)
+    defaults = spec_defaults(spec, context)
+    return ResolvedModel(path, config, formats, context, _layers(config), defaults)
 
 
 def open_model(settings: ModelSettings) -> Model:
@@ -108,12 +114,13 @@ def open_model(settings: ModelSettings) -> Model:
     spec = load_spec(settings.spec)
     checkpoint = open_checkpoint(model_path(spec, settings.local_model))
     formats = _formats(settings, spec, checkpoint)
+    context = _context(spec, checkpoint.config)
     return Model(
-        spec=spec,
         checkpoint=checkpoint,
         formats=formats,
-        context=_context(spec, checkpoint.config),
+        context=context,
         layers=_layer_count(checkpoint),
+        defaults=spec_defaults(spec, context),
     )
 
 

@@ -13,7 +13,6 @@ from buddy_pipeline.compile.target import Target, check_runs_here
 from buddy_pipeline.launcher.build_config import BuildConfig, load_imported_config
 from buddy_pipeline.launcher.model import Model
 from buddy_pipeline.launcher.settings import PipelineSettings
-from buddy_pipeline.launcher.spec import Spec
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint import open_checkpoint
 from buddy_pipeline.ranks.weight_files import map_weights
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from buddy_pipeline.compile.cache import Cache
+    from buddy_pipeline.ranks.checkpoint import Checkpoint
 
 
 class Prebuilt(Protocol):
@@ -70,15 +70,7 @@ def open_prebuilt(settings: PipelineSettings, rank: int, world: int, cache: Cach
     check_runs_here(config.target, f"build directory '{directory.root}'")
     checkpoint = open_checkpoint(settings.local_model or Path(config.model_path))
     built = BuiltDirectory(directory, config, checkpoint.path)
-    return Model(
-        Spec(name=config.spec),
-        checkpoint,
-        config.formats,
-        config.context,
-        config.layers,
-        config.granularity,
-        built,
-    )
+    return _built_model(config, checkpoint, built)
 
 
 def _open_bundle(settings: PipelineSettings, rank: int, world: int, cache: Cache) -> Model:
@@ -100,14 +92,22 @@ def _open_bundle(settings: PipelineSettings, rank: int, world: int, cache: Cache
         )
     checkpoint = inside if settings.local_model is None else open_checkpoint(settings.local_model)
     assert checkpoint is not None
-    config = bundle.config
+    return _built_model(bundle.config, checkpoint, bundle, bundle.split)
+
+
+def _built_model(
+    config: BuildConfig,
+    checkpoint: Checkpoint,
+    prebuilt: Prebuilt,
+    split: tuple[int, ...] | None = None,
+) -> Model:
     return Model(
-        Spec(name=config.spec),
-        checkpoint,
-        config.formats,
-        config.context,
-        config.layers,
-        config.granularity,
-        bundle,
-        bundle.split,
+        checkpoint=checkpoint,
+        formats=config.formats,
+        context=config.context,
+        layers=config.layers,
+        defaults=config.defaults,
+        granularity=config.granularity,
+        prebuilt=prebuilt,
+        split=split,
     )

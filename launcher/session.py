@@ -33,7 +33,7 @@ from buddy_pipeline.ranks.profile import (
 )
 from buddy_pipeline.ranks.scheduler import Limits, Scheduler
 from buddy_pipeline.ranks.serve import serve
-from buddy_pipeline.ranks.slots import MOST_CHANGES, Slots, kv_tiers
+from buddy_pipeline.ranks.slots import MOST_CHANGES, Slots
 from buddy_pipeline.ranks.stage import Stage
 from buddy_pipeline.ranks.transport import Loopback, Transport
 from buddy_pipeline.ranks.watchdog import WatchedStage
@@ -191,8 +191,8 @@ def _load_balanced(world: World, opened: _Opened, settings: PipelineSettings) ->
 
 
 def _prefill_chunk(model: Model, settings: PipelineSettings) -> int | None:
-    """The command line's, else the spec's."""
-    return settings.prefill_chunk or model.spec.prefill_tokens
+    """The command line's, else that of the spec or of what was built."""
+    return settings.prefill_chunk or model.defaults.prefill_chunk
 
 
 def _sizes(model: Model, settings: PipelineSettings) -> StepSizes:
@@ -221,7 +221,7 @@ def _connect(
     """Puts the stage on the ring and, on rank 0, an engine in front of it."""
     model, sizes = opened.model, _sizes(opened.model, settings)
     stage: Stage | WatchedStage = loaded.stage
-    tiers = kv_tiers(model.context, model.spec.kv_tiers)
+    tiers = model.defaults.kv_tiers
     positions = kv_positions(world, loaded.stage.kv.position_bytes, settings.kv_memory_bytes)
     _together(world, lambda: _check_room(positions, tiers[-1]))
     bounds = Bounds(model.context, sizes.slots, loaded.plan.vocab_size)

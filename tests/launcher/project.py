@@ -4,7 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.launcher import cli
+from buddy_pipeline.launcher.model import Model
+from buddy_pipeline.launcher.prebuilt import open_prebuilt
+from buddy_pipeline.launcher.settings import PipelineSettings
 
 
 class Project:
@@ -29,6 +33,13 @@ class Project:
 
     def compile(self, *arguments: object) -> int:
         return self.run("compile", "--config", self.config, "--cache-dir", self.cache, *arguments)
+
+    def open(self, bundle: Path | None = None) -> Model:
+        """What rank 0 of 2 runs: the build directory, or its bundle in a folder."""
+        settings = PipelineSettings(
+            spec="", build_dir=None if bundle else self.build, bundle=bundle
+        )
+        return open_prebuilt(settings, 0, 2, Cache.open(self.cache))
 
 
 def error(capsys: pytest.CaptureFixture[str], code: int) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,11 @@ import pytest
 from buddy_pipeline.compile.build_directory import BuildDirectory
 from buddy_pipeline.compile.lowering import lower_kernel
 from buddy_pipeline.compile.target import host_target
+from buddy_pipeline.launcher import session
+from buddy_pipeline.launcher.run_defaults import RunDefaults
+from buddy_pipeline.launcher.settings import PipelineSettings
+from buddy_pipeline.ranks.scheduler import Limits, Scheduler
+from buddy_pipeline.ranks.slots import Slots
 from tests.launcher.project import Project, error
 
 
@@ -19,6 +25,54 @@ def test_the_configuration_has_everything_resolved(project: Project) -> None:
     assert config["target"]["cpu"] == "x86-64-v3" and config["target"]["vector_bits"] == 256
     assert config["model"]["model_type"] == "qwen2"
     assert config["shapes"]["hidden_size"] == 60
+
+
+def test_what_the_spec_says_on_running_is_kept_and_resolved(project: Project) -> None:
+    said = {"num_threads": 3, "prefill_chunk": True, "tiered_kv_cache": {"cache_sizes": "20, 32"}}
+    project.spec.write_text(json.dumps({"max_token_len": 64, **said}))
+    assert project.gen_config() == 0
+    tiers = {"threads": 3, "prefill_chunk": 64, "kv_tiers": [32, 64]}
+    assert json.loads(project.config.read_text())["run"] == tiers
+    project.spec.write_text("{}")
+    assert project.gen_config() == 0
+    defaults = {"threads": None, "prefill_chunk": None, "kv_tiers": [128]}
+    assert json.loads(project.config.read_text())["run"] == defaults
+
+
+def test_how_a_model_is_run_may_be_edited_in_a_compiled_directory(
+    copied: Project, tmp_path: Path
+) -> None:
+    config = json.loads(copied.config.read_text())
+    config["run"] = {"threads": 2, "prefill_chunk": 5, "kv_tiers": [32, 64]}
+    copied.config.write_text(json.dumps(config))
+    expected = RunDefaults(2, 5, (32, 64))
+    assert copied.open().defaults == expected
+    assert copied.run("pack", "--build-dir", copied.build, "-o", tmp_path / "bundles") == 0
+    assert copied.open(bundle=tmp_path / "bundles").defaults == expected
+
+
+@pytest.mark.parametrize(("option", "chunk"), [(None, 5), (7, 7)])
+def test_a_built_directory_is_run_as_it_says_unless_options_say_otherwise(
+    option: int | None, chunk: int, copied: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads(copied.config.read_text())
+    config["run"] = {"threads": 1, "prefill_chunk": 5, "kv_tiers": [32, 64]}
+    copied.config.write_text(json.dumps(config))
+    assert copied.import_model() == 0 and copied.compile() == 0
+    made: list[tuple[Limits, Slots]] = []
+
+    def scheduler(limits: Limits, slots: Slots) -> Scheduler:
+        made.append((limits, slots))
+        return Scheduler(limits, slots)
+
+    monkeypatch.setattr(session, "Scheduler", scheduler)
+    settings = PipelineSettings(
+        spec="", build_dir=copied.build, cache_dir=copied.cache, prefill_chunk=option
+    )
+    with session.open_session(settings, library=True):
+        pass
+    ((limits, slots),) = made
+    assert (limits.prefill_chunk, slots._tiers) == (chunk, (32, 64))
 
 
 def test_a_configuration_needs_no_weights(project: Project) -> None:
@@ -114,6 +168,11 @@ def formats(**changes: str) -> dict[str, object]:
         (formats(cache="f9"), "type 'f9'"),
         ({"model": {}}, "model has no model_type"),
         ({"layers": 4}, "has 4 layers, but its model's graph 3"),
+        ({"run": {"threads": 0, "prefill_chunk": 1, "kv_tiers": []}}, "threads has 0"),
+        ({"run": {"threads": 1, "prefill_chunk": "x", "kv_tiers": []}}, "prefill_chunk has 'x'"),
+        ({"run": {"threads": 1, "prefill_chunk": 1, "kv_tiers": [True]}}, "kv_tiers has True"),
+        ({"run": {"threads": 1, "prefill_chunk": 1, "kv_tiers": 64}}, "kv_tiers is 64"),
+        ({"run": {}}, "is not complete ('threads')"),
         ("cut", "not JSON"),
         ("gone", "cannot be read"),
         ([], "no build configuration"),
