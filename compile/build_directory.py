@@ -25,9 +25,34 @@ from buddy_pipeline.compile.cache import write_atomically
 from buddy_pipeline.compile.manifest import Plan
 from buddy_pipeline.compile.partition_manifest import PartitionManifest, parse_manifest
 from buddy_pipeline.compile.source import Source, read_source
+from buddy_pipeline.compile.target import Target
 from buddy_pipeline.partition.errors import UserError
 
 T = TypeVar("T")
+
+
+def target_folder(target: Target) -> str:
+    """The folder of this CPU's ranks in a build directory of ranks with different CPUs."""
+    return f"{_TARGET_PREFIX}{target.cpu}-{target.digest()[:8]}"
+
+
+_TARGET_PREFIX = "for-"
+
+
+def directory_for(root: Path, target: Target) -> "BuildDirectory":
+    """The build directory at `root`, or the one in it that was built for this CPU.
+
+    UserError if there are some in it, but none for this CPU.
+    """
+    inside = sorted(path.name for path in root.glob(f"{_TARGET_PREFIX}*") if path.is_dir())
+    if not inside or BuildDirectory(root).manifest.exists():
+        return BuildDirectory(root)
+    if target_folder(target) not in inside:
+        raise UserError(
+            f"build directory '{root}' has {', '.join(inside)}, but this CPU is {target.cpu}:"
+            " build it on ranks with this CPU too"
+        )
+    return BuildDirectory(root / target_folder(target))
 
 
 @dataclass(frozen=True)
@@ -104,6 +129,10 @@ class BuildDirectory:
     def read_plan(self) -> Plan:
         """The plan; UserError as for the manifest."""
         return self._read(self.plan, Plan.from_json)
+
+    def source_size(self, name: str) -> int:
+        """Bytes of the code of one object."""
+        return sum(path.stat().st_size for path in (self.mlir / name).glob("*.mlir"))
 
     def read_source(self, name: str) -> Source:
         """The code of one object, edited or not; UserError if a file is missing."""

@@ -7,32 +7,13 @@ from dataclasses import replace
 from buddy_pipeline.compile.build_directory import BuildDirectory
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.manifest import Plan
-from buddy_pipeline.compile.partition_manifest import PartitionManifest, source_hashes
+from buddy_pipeline.compile.partition_manifest import ObjectEntry, PartitionManifest, source_hashes
 from buddy_pipeline.compile.source import is_whole
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.partition.errors import UserError
 
 
-def current_keys(
-    directory: BuildDirectory, manifest: PartitionManifest, target: Target, cache: Cache
-) -> dict[str, str]:
-    """The object keys that the MLIR files here have now, by the keys they were imported with.
-
-    The two differ for MLIR that was edited, which is then compiled as it is. Sources that the cache
-    lacks are written to it. UserError if a file is missing, or was edited that is not compiled.
-    """
-    _check_entry_files(directory, manifest)
-    keys = {}
-    for entry in manifest.objects:
-        source = directory.read_source(entry.name)
-        unchanged = source_hashes(source) == entry.mlir
-        key = keys[entry.key] = entry.key if unchanged else source.key(target, manifest.made_with)
-        if not is_whole(cache.source_folder(key)):
-            source.write(cache.source_folder(key), cache.write)
-    return keys
-
-
-def _check_entry_files(directory: BuildDirectory, manifest: PartitionManifest) -> None:
+def check_entry_files(directory: BuildDirectory, manifest: PartitionManifest) -> None:
     """Raises UserError if an entry was edited: it only says where code is, so that would do
     nothing."""
     written = {file: manifest.phase_hashes[p] for p, file in manifest.phases.items() if file}
@@ -47,41 +28,62 @@ def _check_entry_files(directory: BuildDirectory, manifest: PartitionManifest) -
             )
 
 
-def write_objects(
+def current_key(
+    directory: BuildDirectory,
+    entry: ObjectEntry,
+    made_with: Mapping[str, str],
+    target: Target,
+    cache: Cache,
+) -> str:
+    """The key that an object has with the MLIR files here, whose source is then in the cache.
+
+    It is not the entry's for MLIR that was edited, which is then compiled as it is. UserError if a
+    file is missing.
+    """
+    source = directory.read_source(entry.name)
+    unchanged = source_hashes(source) == entry.mlir
+    key = entry.key if unchanged else source.key(target, made_with)
+    if not is_whole(cache.source_folder(key)):
+        source.write(cache.source_folder(key), cache.write)
+    return key
+
+
+def write_object(
+    directory: BuildDirectory, entry: ObjectEntry, key: str, cache: Cache
+) -> ObjectEntry:
+    """Copies an object that was compiled from the cache; its entry, now with its file."""
+    data = cache.read_object(key)
+    if data is None:
+        raise UserError(f"{cache.object_path(key)} was removed: compile again")
+    file = f"{entry.name}.o"
+    directory.write(directory.objects / file, data)
+    return replace(
+        entry,
+        key=key,
+        mlir=source_hashes(directory.read_source(entry.name)),
+        file=file,
+        sha256=hashlib.sha256(data).hexdigest(),
+        bytes=len(data),
+    )
+
+
+def write_compiled(
     directory: BuildDirectory,
     manifest: PartitionManifest,
     plan: Plan,
-    keys: Mapping[str, str],
-    cache: Cache,
+    compiled: Mapping[str, ObjectEntry],
 ) -> PartitionManifest:
-    """Copies compiled objects from the cache, then writes plan and manifest with their keys.
+    """Writes plan and manifest when all objects are there: `compiled` has the new entries, by name.
 
-    `plan` is what the directory has.
+    `manifest` and `plan` are what the directory has.
     """
-    objects = []
-    for entry in manifest.objects:
-        data = cache.read_object(keys[entry.key])
-        if data is None:
-            raise UserError(f"{cache.object_path(keys[entry.key])} was removed: compile again")
-        file = f"{entry.name}.o"
-        directory.write(directory.objects / file, data)
-        digest = hashlib.sha256(data).hexdigest()
-        hashes = source_hashes(directory.read_source(entry.name))
-        objects.append(
-            replace(
-                entry,
-                key=keys[entry.key],
-                mlir=hashes,
-                file=file,
-                sha256=digest,
-                bytes=len(data),
-            )
-        )
-    compiled = replace(manifest, objects=tuple(objects))
+    keys = {entry.key: compiled[entry.name].key for entry in manifest.objects}
     if any(key != imported for imported, key in keys.items()):
         directory.write(directory.plan, _with_keys(plan, keys).to_json().encode())
-    directory.write(directory.manifest, compiled.to_json().encode())
-    return compiled
+    entries = tuple(compiled[entry.name] for entry in manifest.objects)
+    written = replace(manifest, objects=entries)
+    directory.write(directory.manifest, written.to_json().encode())
+    return written
 
 
 def _with_keys(plan: Plan, keys: Mapping[str, str]) -> Plan:

@@ -79,7 +79,7 @@ class ObjectBuilder:
         Raises UserError and CompileError as `Worker.ask`.
         """
         wanted = list(dict.fromkeys(keys))
-        for key in sorted(wanted, key=lambda k: -_source_size(self._cache, k)):
+        for key in sorted(wanted, key=lambda k: -source_size(self._cache, k)):
             self.begin(key)
         results = [
             Built(object_name(self._cache, key), key, True, 0.0)
@@ -144,5 +144,5 @@ def object_name(cache: Cache, key: str) -> str:
         return key
 
 
-def _source_size(cache: Cache, key: str) -> int:
+def source_size(cache: Cache, key: str) -> int:
     return sum(path.stat().st_size for path in cache.source_folder(key).glob("*.mlir"))

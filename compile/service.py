@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from buddy_pipeline.compile.cache import Cache
@@ -14,6 +15,7 @@ from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.compile.versions import compiler_versions, plan_key, still_current
 from buddy_pipeline.compile.worker_process import CompileError, Worker
+from buddy_pipeline.partition.graph import GraphNode, Partition
 from buddy_pipeline.partition.graph_file import graph_from_json
 from buddy_pipeline.partition.layers import block_role
 from buddy_pipeline.partition.ownership import block_partitions, partition_graph
@@ -35,11 +37,24 @@ class PlanTimes:
 
 @dataclass(frozen=True)
 class Ahead:
-    """Objects that are built while the model is still being planned: by `builder`, those of the
-    units ("positions", "prelude", a layer's number, "postlude") that `wanted` accepts."""
+    """Who builds objects while the model is still being planned."""
 
-    builder: ObjectBuilder
-    wanted: Callable[[str], bool] = lambda unit: True
+    start: Callable[[], None]
+    """Called when planning begins, as there will be something to build."""
+    begin: Callable[[str | None, Sequence[str]], None]
+    """Called with a unit ("positions", "prelude", a layer's number, "postlude"), or None for what
+    every unit needs, and the keys of objects of it whose sources are now in the cache."""
+
+
+def build_ahead(builder: ObjectBuilder, wanted: Callable[[str], bool] = lambda unit: True) -> Ahead:
+    """Has `builder` begin the objects of the units that `wanted` accepts."""
+
+    def begin(unit: str | None, keys: Sequence[str]) -> None:
+        if unit is None or wanted(unit):
+            for key in keys:
+                builder.begin(key)
+
+    return Ahead(builder.start, begin)
 
 
 def ensure_plan(
@@ -76,14 +91,13 @@ def ensure_plan(
         }
 
         def begin(noted: dict[str, Any]) -> None:
-            if ahead is not None and ahead.wanted(noted["unit"]):
-                for object_key in noted["objects"]:
-                    ahead.builder.begin(object_key)
+            if ahead is not None:
+                ahead.begin(noted["unit"], noted["objects"])
 
         with Worker(cache, target) as worker:
             if ahead is not None:
-                ahead.builder.start()
-                _begin_early(ahead.builder, variant, target, cache)
+                ahead.start()
+                ahead.begin(None, _write_early(variant, target, cache))
             answer = worker.ask(request, "the model's graph", begin)
         plan = _read_plan(cache, key, with_mlir)
         if plan is None:
@@ -92,17 +106,18 @@ def ensure_plan(
         return plan, PlanTimes(total, answer["packages"], answer["export"], answer["import"])
 
 
-def _begin_early(builder: ObjectBuilder, variant: Variant, target: Target, cache: Cache) -> None:
-    """Begins what every model of the variant needs."""
+def _write_early(variant: Variant, target: Target, cache: Cache) -> list[str]:
+    """Leaves the sources of what every model of the variant needs in the cache; their keys."""
     # Here, since a warm start has no use for what writes kernels.
     from buddy_pipeline.compile.early_sources import early_sources
 
     versions = compiler_versions()
+    keys = []
     for source in early_sources(variant, target):
-        key = source.key(target, versions)
+        keys.append(key := source.key(target, versions))
         if not is_whole(cache.source_folder(key)):
             source.write(cache.source_folder(key), cache.write)
-        builder.begin(key)
+    return keys
 
 
 def missing_objects(keys: Sequence[str], cache: Cache) -> list[str]:
@@ -122,16 +137,29 @@ def ensure_objects(
         return builder.finish(keys, progress)
 
 
-def verify_split(plan: Plan, family: str, ranges: Sequence[range], cache: Cache) -> Report:
-    """The structural verifier's report on the graph of a plan from the cache (`with_mlir`), cut as
-    the plan was and dealt to ranks with these layers (index = rank)."""
-    nodes = graph_from_json(cache.graph_path(plan.key).read_text())
-    partitions = partition_graph(nodes, layer_splitter(plan.strategy, family))
-    by_rank = [
-        block_partitions(partitions, layers, block_role(rank, len(ranges)))
-        for rank, layers in enumerate(ranges)
-    ]
-    return verify(nodes, by_rank)
+@dataclass(frozen=True)
+class CutGraph:
+    """A plan's graph, cut as the plan was."""
+
+    nodes: list[GraphNode]
+    partitions: list[Partition]
+
+    @staticmethod
+    def read(plan: Plan, family: str, graph: Path) -> "CutGraph":
+        """The graph in the file that was written with the plan, of a model of this type.
+
+        Raises OSError or ValueError for a file that is not as it was written.
+        """
+        nodes = graph_from_json(graph.read_text())
+        return CutGraph(nodes, partition_graph(nodes, layer_splitter(plan.strategy, family)))
+
+    def verify(self, ranges: Sequence[range]) -> Report:
+        """The structural verifier's report on ranks with these layers (index = rank)."""
+        by_rank = [
+            block_partitions(self.partitions, layers, block_role(rank, len(ranges)))
+            for rank, layers in enumerate(ranges)
+        ]
+        return verify(self.nodes, by_rank)
 
 
 def _read_plan(cache: Cache, key: str, with_mlir: bool) -> Plan | None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.granularity import Granularity, Sharing
-from buddy_pipeline.compile.source import Source, read_source
+from buddy_pipeline.compile.source import Source, is_whole, read_source
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.partition.errors import UserError
@@ -98,7 +98,8 @@ def _plan(cache: Cache, target: Target, request: dict[str, Any], note: Note) -> 
 
     def write(sources: Mapping[str, Source]) -> None:
         for source_key in sources.keys() - written:
-            sources[source_key].write(cache.source_folder(source_key), cache.write)
+            if not is_whole(cache.source_folder(source_key)):
+                sources[source_key].write(cache.source_folder(source_key), cache.write)
             written.add(source_key)
 
     def ready(unit: str, sources: Mapping[str, Source]) -> None:

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from buddy_pipeline.launcher import build_options, options
+from buddy_pipeline.launcher.decided import check_undecided
 from buddy_pipeline.launcher.paths import path
 from buddy_pipeline.launcher.settings import (
     BuildSettings,
@@ -17,6 +18,7 @@ from buddy_pipeline.launcher.settings import (
 )
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import parse_split
+from buddy_pipeline.ranks.world import is_bystander
 
 
 def add_build_commands(app: typer.Typer) -> None:
@@ -70,6 +72,8 @@ def gen_config(
         target_cpu=target_cpu,
         target_features=target_features,
     )
+    if is_bystander():
+        return 0
     from buddy_pipeline.launcher.workflow import gen_config_command
 
     return gen_config_command(settings, output)
@@ -80,7 +84,7 @@ def import_model(
     config: build_options.Config,
     build_dir: build_options.BuildDir = None,
     rank: build_options.OptionalRank = None,
-    world: options.World = 1,
+    world: build_options.OptionalWorld = None,
     split: options.Split = None,
     skip_full_mlir: build_options.SkipFullMlir = False,
     skip_weights: build_options.SkipWeights = False,
@@ -166,7 +170,7 @@ def build(
     target_cpu: options.TargetCpu = None,
     target_features: build_options.TargetFeatures = None,
     rank: build_options.OptionalRank = None,
-    world: options.World = 1,
+    world: build_options.OptionalWorld = None,
     split: options.Split = None,
     skip_full_mlir: build_options.SkipFullMlir = False,
     skip_weights: build_options.SkipWeights = False,
@@ -208,14 +212,15 @@ def build(
 
 def verify(
     *,
-    spec: options.Spec,
-    world: options.World = 1,
+    spec: build_options.OptionalSpec = None,
+    build_dir: build_options.VerifiedDir = None,
+    world: build_options.OptionalWorld = None,
     variant: options.Variant = None,
     exact: options.Exact = False,
     kv_cache_dtype: options.KvCacheDtype = None,
     local_model: options.LocalModel = None,
     split: options.Split = None,
-    strategy: build_options.Strategy = "coarse",
+    strategy: build_options.OptionalStrategy = None,
     numeric: build_options.Numeric = False,
     prompt: build_options.NumericPrompts = None,
     report: options.Report = None,
@@ -224,19 +229,28 @@ def verify(
     """Compares the partitions of all ranks with the exported graph, and logits if asked to."""
     if prompt and not numeric:
         raise UserError("--prompt is for the numeric check: add --numeric")
+    if (spec is None) == (build_dir is None):
+        raise UserError("verify needs --spec or --build-dir: give one of them")
+    if build_dir is not None:
+        decided = {"--world": world, "--split": split, "--strategy": strategy}
+        decided |= {"--variant": variant, "--exact": exact, "--kv-cache-dtype": kv_cache_dtype}
+        check_undecided(decided, "--build-dir", build_dir)
     settings = VerifySettings(
-        spec=spec,
+        spec=spec or "",
+        build_dir=build_dir,
         variant=variant,
         exact=exact,
         kv_cache_dtype=kv_cache_dtype,
         local_model=local_model,
-        world=world,
+        world=world or 1,
         split=None if split is None else parse_split(split),
-        strategy=strategy,
+        strategy=strategy or "coarse",
         numeric=tuple(prompt or (_PROMPT,)) if numeric else (),
         report=report,
         cache_dir=cache_dir,
     )
+    if is_bystander():
+        return 0
     from buddy_pipeline.launcher.verifying import verify_command
 
     return verify_command(settings)
@@ -268,6 +282,8 @@ def run_partition(
         threads=threads,
         output=output,
     )
+    if is_bystander():
+        return 0
     from buddy_pipeline.launcher.lone_partition import run_partition_command
 
     return run_partition_command(settings)
@@ -281,6 +297,8 @@ def pack(
     weights: build_options.PackedWeights = True,
 ) -> int:
     """Packs one rank of a build directory, or all."""
+    if is_bystander():
+        return 0
     from buddy_pipeline.launcher.packing import pack_command
 
     return pack_command(build_dir, output, rank, weights)
@@ -292,6 +310,8 @@ def inspect(
     as_json: build_options.AsJson = False,
 ) -> int:
     """Shows what lies at a path."""
+    if is_bystander():
+        return 0
     from buddy_pipeline.launcher.inspecting import inspect_command
 
     return inspect_command(where, as_json)

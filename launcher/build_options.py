@@ -5,6 +5,7 @@ from typing import Annotated
 
 from buddy_pipeline.launcher.options import (
     _MODEL,
+    _MOST_RANKS,
     _OUTPUT,
     _PIPELINE,
     _PROMPT,
@@ -34,6 +35,10 @@ NewBuildDir = Annotated[
 Strategy = Annotated[
     str, _option(_BUILD, "How a layer is cut: coarse, block or fine.", metavar="NAME")
 ]
+OptionalStrategy = Annotated[
+    str | None,
+    _option(_BUILD, "How a layer is cut: coarse, block or fine; default coarse.", metavar="NAME"),
+]
 WholeGraph = Annotated[
     bool,
     _option(
@@ -53,6 +58,15 @@ Sharing = Annotated[
 ]
 OptionalRank = Annotated[
     int | None, _whole(_PIPELINE, "The rank to import for; default all.", least=0)
+]
+OptionalWorld = Annotated[
+    int | None,
+    _whole(
+        _PIPELINE,
+        "How many ranks there are; default those that mpirun started.",
+        least=1,
+        most=_MOST_RANKS,
+    ),
 ]
 SkipFullMlir = Annotated[
     bool, _option(_BUILD, "Leave out the combined forward_PHASE.mlir.", "--skip-full-mlir")
@@ -88,6 +102,9 @@ TargetFeatures = Annotated[
 AsJson = Annotated[bool, _option(_OUTPUT, "JSON in place of a table.", "--json")]
 BuiltDir = Annotated[
     Path | None, _path(_MODEL, "A compiled build directory to run, in place of --spec.")
+]
+VerifiedDir = Annotated[
+    Path | None, _path(_MODEL, "A build directory to verify, in place of --spec.", "--build-dir")
 ]
 BundlePath = Annotated[
     Path | None, _path(_MODEL, "A bundle, or a folder with one a rank, in place of --spec.")

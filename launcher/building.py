@@ -10,7 +10,7 @@ import typer
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.manifest import PartitionPlan, Plan, runs_unit
 from buddy_pipeline.compile.object_builder import Built, ObjectBuilder
-from buddy_pipeline.compile.service import Ahead, ensure_plan, missing_objects
+from buddy_pipeline.compile.service import Ahead, build_ahead, ensure_plan, missing_objects
 from buddy_pipeline.compile.target import Target, named_target
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.settings import CompileSettings
@@ -65,7 +65,7 @@ def compile_command(settings: CompileSettings) -> int:
     cache = Cache.open(settings.cache_dir)
     layers = ranges[settings.rank]
     with ObjectBuilder(target, cache, settings.jobs or default_jobs()) as builder:
-        ahead = Ahead(builder, lambda unit: runs_unit(unit, layers, role))
+        ahead = build_ahead(builder, lambda unit: runs_unit(unit, layers, role))
         plan, planned = plan_model(model, target, cache, show=False, ahead=ahead)
         partitions = plan.for_rank(layers, role)
         built = build_objects(plan, partitions, builder, cache, show=sys.stderr.isatty())

@@ -12,6 +12,7 @@ import typer
 from buddy_pipeline.launcher import build_options, options
 from buddy_pipeline.launcher.build_commands import add_build_commands
 from buddy_pipeline.launcher.console import print_common_error
+from buddy_pipeline.launcher.decided import check_undecided
 from buddy_pipeline.launcher.default_command import DefaultCommandGroup
 from buddy_pipeline.launcher.settings import (
     MAX_SEQUENCES,
@@ -97,21 +98,12 @@ def run(
     _check_balance(split, balance)
     if sum(source is not None for source in (spec, build_dir, bundle)) != 1:
         raise UserError("run needs --spec, --build-dir or --bundle: give one of them")
-    decided: dict[str, object] = {}
-    if spec is None:
-        decided |= {"--variant": variant, "--exact": exact, "--kv-cache-dtype": kv_cache_dtype}
+    decided = {"--variant": variant, "--exact": exact, "--kv-cache-dtype": kv_cache_dtype}
+    if build_dir is not None:
+        check_undecided(decided, "--build-dir", build_dir)
     if bundle is not None:
-        decided |= {
-            "--split": split,
-            "--balance": balance.value if balance is not Balance.EVEN else None,
-        }
-    for option, value in decided.items():
-        if value:
-            what = "--bundle" if bundle is not None else "--build-dir"
-            raise UserError(
-                f"{option}{'' if value is True else f' {value}'} cannot change what is already"
-                f" built in {what} {bundle or build_dir}: leave it out, or build with it"
-            )
+        other = balance.value if balance is not Balance.EVEN else None
+        check_undecided({**decided, "--split": split, "--balance": other}, "--bundle", bundle)
     settings = RunSettings(
         spec=spec or "",
         build_dir=build_dir,

@@ -10,7 +10,7 @@ from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.manifest import PartitionPlan, Plan, runs_unit
 from buddy_pipeline.compile.object_builder import ObjectBuilder
-from buddy_pipeline.compile.service import Ahead
+from buddy_pipeline.compile.service import build_ahead
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.building import build_objects, default_jobs, plan_model
 from buddy_pipeline.launcher.model import Model
@@ -64,7 +64,7 @@ def load_stage(
     role, target = block_role(world.rank, world.world), host_target()
     jobs = max(1, default_jobs() // world.local_size)
     with ObjectBuilder(target, cache, jobs) as builder:
-        ahead = Ahead(builder, lambda unit: runs_unit(unit, layers, role))
+        ahead = build_ahead(builder, lambda unit: runs_unit(unit, layers, role))
         plan, _ = plan_model(model, target, cache, show, ahead)
         partitions = needed_partitions(plan, layers, role)
         parameters = list(dict.fromkeys(p for part in partitions for p in part.parameters))

@@ -66,15 +66,18 @@ Logits = dict[str, dict[str, np.ndarray]]
 """By prompt: `prefill`, float32 [tokens, vocab], and `decode`, float32 [STEPS, vocab]."""
 
 
-def compare(
-    model: Model, strategy: str, prompts: Mapping[str, Sequence[int]], cache: Cache
-) -> NumericReport:
+def compare(model: Model, prompts: Mapping[str, Sequence[int]], cache: Cache) -> NumericReport:
     """Runs the prompts (ids by text) in three ways, all along the same tokens: the partitioned
     code's own greedy ones. Exact between partitioned and whole graph, within the variant's
-    tolerance of transformers."""
+    tolerance of transformers.
+
+    The partitioned code and its weights are those that were built, if the model comes from there.
+    """
     tokens: dict[str, list[int]] = {}
-    partitioned = _run(model, Granularity(strategy), prompts, tokens, cache)
-    whole = _run(model, Granularity("coarse", Sharing.WHOLE_GRAPH), prompts, tokens, cache)
+    partitioned = _run(model, prompts, tokens, cache)
+    whole_graph = Granularity("coarse", Sharing.WHOLE_GRAPH)
+    made_anew = replace(model, granularity=whole_graph, prebuilt=None)
+    whole = _run(made_anew, prompts, tokens, cache)
     reference = _reference(model, prompts, tokens)
     tolerance = _TOLERANCE.get(model.variant, 1e-1)
     reports, ok = [], True
@@ -84,12 +87,12 @@ def compare(
         ok &= all(d.identical for d in exact.values())
         ok &= all(d.relative <= tolerance for d in close.values())
         reports.append(PromptReport(prompt, tuple(tokens[prompt]), exact, close))
+    strategy = model.granularity.strategy
     return NumericReport(bool(ok), model.variant, strategy, tolerance, tuple(reports))
 
 
 def _run(
     model: Model,
-    granularity: Granularity,
     prompts: Mapping[str, Sequence[int]],
     tokens: dict[str, list[int]],
     cache: Cache,
@@ -101,7 +104,7 @@ def _run(
             f"--prompt of {longest - STEPS} tokens and {STEPS} steps do not fit the context of"
             f" {model.context}: give a shorter prompt"
         )
-    small = replace(model, granularity=granularity, context=longest)
+    small = replace(model, context=longest)
     found: Logits = {}
     with open_engine(small, None, StepSizes(tokens=64, rows=64, slots=1), cache) as (engine, _):
         for prompt, ids in prompts.items():

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from buddy_pipeline.compile.build_directory import BuildDirectory
+from buddy_pipeline.compile.build_directory import BuildDirectory, directory_for
 from buddy_pipeline.compile.compiled_files import read_objects
 from buddy_pipeline.compile.manifest import Parameter, Plan
-from buddy_pipeline.compile.target import Target, check_runs_here
+from buddy_pipeline.compile.target import Target, check_runs_here, host_target
 from buddy_pipeline.launcher.build_config import BuildConfig, load_imported_config
 from buddy_pipeline.launcher.model import Model
-from buddy_pipeline.launcher.settings import PipelineSettings
+from buddy_pipeline.launcher.settings import Balance, PipelineSettings
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint import open_checkpoint
 from buddy_pipeline.ranks.weight_files import map_weights
@@ -65,12 +66,21 @@ def open_prebuilt(settings: PipelineSettings, rank: int, world: int, cache: Cach
     if settings.bundle is not None:
         return _open_bundle(settings, rank, world, cache)
     assert settings.build_dir is not None
-    directory = BuildDirectory(settings.build_dir)
+    directory = directory_for(settings.build_dir, host_target())
+    model = open_directory(directory, settings.local_model)
+    if settings.split is not None or settings.balance is not Balance.EVEN:
+        return replace(model, split=settings.split)
+    manifest = directory.read_manifest()
+    return replace(model, split=manifest.split) if manifest.world == world else model
+
+
+def open_directory(directory: BuildDirectory, local_model: Path | None) -> Model:
+    """The model of a compiled build directory; UserError for what was not built, or for another
+    CPU."""
     config = load_imported_config(directory)
     check_runs_here(config.target, f"build directory '{directory.root}'")
-    checkpoint = open_checkpoint(settings.local_model or Path(config.model_path))
-    built = BuiltDirectory(directory, config, checkpoint.path)
-    return _built_model(config, checkpoint, built)
+    checkpoint = open_checkpoint(local_model or Path(config.model_path))
+    return _built_model(config, checkpoint, BuiltDirectory(directory, config, checkpoint.path))
 
 
 def _open_bundle(settings: PipelineSettings, rank: int, world: int, cache: Cache) -> Model:

@@ -21,7 +21,7 @@ from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.exchange import all_gather
-from buddy_pipeline.ranks.faults import agree, exit_alone, guarded
+from buddy_pipeline.ranks.faults import exit_alone, guarded, together
 from buddy_pipeline.ranks.kv_memory import kv_positions
 from buddy_pipeline.ranks.measuring import BlockTimes, block_times
 from buddy_pipeline.ranks.messages import Bounds
@@ -99,9 +99,9 @@ def open_session(
     with nullcontext() if library and alone else guarded(world, show_traceback=library):
         # What costs nothing to find out comes first. Then one rank of each host makes the plan, so
         # that a model that cannot be planned is not tried by one rank after the other.
-        opened = _together(world, lambda: _open(world, settings, check))
+        opened = together(world, lambda: _open(world, settings, check))
         if not alone:
-            _together(world, lambda: _plan(world, opened) if world.local_rank == 0 else None)
+            together(world, lambda: _plan(world, opened) if world.local_rank == 0 else None)
         loaded = _load_balanced(world, opened, settings)
         session = _connect(world, opened, loaded, settings)
         try:
@@ -112,20 +112,6 @@ def open_session(
             session.close()
             exit_alone(error)
         session.close()
-
-
-def _together(world: World, prepare: Callable[[], _T]) -> _T:
-    """Runs a preparation on every rank; a user's error on any ends all."""
-    if world.comm is None:
-        return prepare()
-    outcome: _T | UserError
-    try:
-        outcome = prepare()
-    except UserError as mistake:
-        outcome = mistake
-    agree(world, str(outcome) if isinstance(outcome, UserError) else None)
-    assert not isinstance(outcome, UserError)
-    return outcome
 
 
 @dataclass(frozen=True)
@@ -176,7 +162,7 @@ def _load(
 
 def _load_balanced(world: World, opened: _Opened, settings: PipelineSettings) -> LoadedStage:
     """This rank's stage; with measured balance, once more where timing it has moved layers."""
-    loaded = _together(world, lambda: _load(world, opened, settings, opened.ranges))
+    loaded = together(world, lambda: _load(world, opened, settings, opened.ranges))
     if settings.balance is not Balance.MEASURED or world.comm is None:
         return loaded
     # As many tokens as a decode step of a full pipeline has.
@@ -187,7 +173,7 @@ def _load_balanced(world: World, opened: _Opened, settings: PipelineSettings) ->
         print(f"layers by rank: {','.join(str(len(r)) for r in ranges)}", file=sys.stderr)
     kept = loaded if ranges[world.rank] == opened.ranges[world.rank] else None
     del loaded  # its weights make room for the others
-    return _together(world, lambda: kept or _load(world, opened, settings, ranges))
+    return together(world, lambda: kept or _load(world, opened, settings, ranges))
 
 
 def _prefill_chunk(model: Model, settings: PipelineSettings) -> int | None:
@@ -223,7 +209,7 @@ def _connect(
     stage: Stage | WatchedStage = loaded.stage
     tiers = model.defaults.kv_tiers
     positions = kv_positions(world, loaded.stage.kv.position_bytes, settings.kv_memory_bytes)
-    _together(world, lambda: _check_room(positions, tiers[-1]))
+    together(world, lambda: _check_room(positions, tiers[-1]))
     bounds = Bounds(model.context, sizes.slots, loaded.plan.vocab_size)
     # A sequence is in one microbatch at a time: more of these than sequences would be empty.
     groups = min(settings.microbatches or world.world, max(settings.max_sequences, world.world))
@@ -245,7 +231,7 @@ def _connect(
             step_timeout_s=settings.step_timeout_s,
         )
 
-    ring = _together(world, lambda: _within_memory(sizes, make_ring))
+    ring = together(world, lambda: _within_memory(sizes, make_ring))
     if settings.step_timeout_s is not None:
         stage = WatchedStage(stage, world, settings.step_timeout_s)
     engine = None

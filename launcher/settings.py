@@ -178,8 +178,9 @@ class ImportSettings:
     """`buddy-pipeline import`."""
 
     rank: int | None
-    """Whose partitions are written; None is every rank's."""
-    world: int
+    """Whose partitions are written; None is every rank's, under `mpirun` all ranks together."""
+    world: int | None
+    """None is as many as `mpirun` started."""
     split: tuple[int, ...] | None
     full_mlir: bool
     weights: bool
@@ -211,6 +212,8 @@ class PartitionSettings:
 class VerifySettings(ModelSettings):
     """`buddy-pipeline verify`: the structural check of a split, and a numeric one."""
 
+    build_dir: Path | None
+    """What is verified in place of a spec; then the next three are the directory's."""
     world: int
     split: tuple[int, ...] | None
     strategy: str

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,8 @@ from buddy_pipeline.ranks.error_lines import (
 )
 from buddy_pipeline.ranks.waiting import IDLE
 from buddy_pipeline.ranks.world import World, detect_launcher
+
+_T = TypeVar("_T")
 
 # One byte that says whether the rank failed, then its message, cut to fit.
 _REPORT_BYTES = 4096
@@ -47,6 +49,20 @@ def agree(world: World, error: str | None) -> None:
         for line in _distinct(errors):
             print_error(line)
     raise CollectiveExit(USER_ERROR)
+
+
+def together(world: World, prepare: Callable[[], _T]) -> _T:
+    """What a preparation gives, which every rank makes; a user's error on any rank ends all."""
+    if world.comm is None:
+        return prepare()
+    outcome: _T | UserError
+    try:
+        outcome = prepare()
+    except UserError as mistake:
+        outcome = mistake
+    agree(world, str(outcome) if isinstance(outcome, UserError) else None)
+    assert not isinstance(outcome, UserError)
+    return outcome
 
 
 def exit_alone(error: UserError) -> NoReturn:

@@ -11,6 +11,7 @@ import mmap
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,38 +61,81 @@ def export_weights(
 ) -> Exported:
     """Writes the packed parameters of these partitions, a file for each unit that lacks one.
 
-    `direct` streams one parameter after the other to disk; otherwise all are packed in memory and
-    joined first. The files are the same, byte for byte. Without `reuse` all are written anew.
-    Raises UserError for a checkpoint that does not fit, or a folder that cannot be written.
+    Arguments and errors are those of `WeightExport`.
     """
-    started = time.perf_counter()
-    check_parameters((p for partition in partitions for p in partition.parameters), checkpoint)
-    units = _unit_files(partitions)
-    source = _describe_source(checkpoint.path, variant)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    export = WeightExport(folder, partitions, checkpoint, variant, direct=direct, reuse=reuse)
+    export.write(export.missing)
+    return export.finish()
+
+
+class WeightExport:
+    """An export that several processes may do together: each writes some of the missing files.
+
+    `direct` streams one parameter after the other to disk; otherwise all that a process writes are
+    packed in memory and joined first. The files are the same, byte for byte. Without `reuse` all
+    are written anew. Raises UserError for a checkpoint that does not fit, or a folder that cannot
+    be written.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        partitions: Sequence[PartitionPlan],
+        checkpoint: Checkpoint,
+        variant: str,
+        *,
+        direct: bool = True,
+        reuse: bool = True,
+    ) -> None:
+        self._started = time.perf_counter()
+        check_parameters((p for partition in partitions for p in partition.parameters), checkpoint)
+        self._folder, self._checkpoint, self._direct = folder, checkpoint, direct
+        self._units = {unit.name: unit for unit in _unit_files(partitions)}
+        self._source = _describe_source(checkpoint.path, variant)
+        with self._writing():
+            folder.mkdir(parents=True, exist_ok=True)
         manifest = read_weights_manifest(folder) if reuse else None
-        files = manifest["files"] if manifest and manifest["source"] == source else {}
-        missing = [unit for unit in units if not _is_whole(folder, unit, files)]
-        packed = None if direct or not missing else _all_in_one(missing, checkpoint)
-        for unit in missing:
-            _write_unit(folder, unit, checkpoint, packed)
-            files[unit.name] = _describe_file(folder, unit)
-        if missing:
-            content = seal(_FORMAT_VERSION, {"source": source, "files": files})
-            write_atomically(folder / MANIFEST, json.dumps(content, indent=1).encode())
-    except OSError as error:
-        raise UserError(
-            f"packed weights cannot be written to '{folder}': {error.strerror}; give another"
-            " --build-dir, or --skip-weights"
-        ) from error
-    written = tuple(unit.name for unit in missing)
-    return Exported(
-        written,
-        tuple(unit.name for unit in units if unit.name not in written),
-        sum(unit.size for unit in units),
-        time.perf_counter() - started,
-    )
+        fits = manifest is not None and manifest["source"] == self._source
+        self._files: dict[str, Any] = manifest["files"] if manifest and fits else {}
+        self.missing = {
+            name: unit.size
+            for name, unit in self._units.items()
+            if not _is_whole(folder, unit, self._files)
+        }
+        """The files to write, and their bytes."""
+
+    def write(self, names: Iterable[str]) -> None:
+        """Writes some of the missing files."""
+        units = [self._units[name] for name in names]
+        with self._writing():
+            packed = None if self._direct or not units else _all_in_one(units, self._checkpoint)
+            for unit in units:
+                _write_unit(self._folder, unit, self._checkpoint, packed)
+
+    def finish(self) -> Exported:
+        """Writes the manifest, when all files are there: one process does."""
+        with self._writing():
+            for name in self.missing:
+                self._files[name] = _describe_file(self._folder, self._units[name])
+            if self.missing:
+                content = seal(_FORMAT_VERSION, {"source": self._source, "files": self._files})
+                write_atomically(self._folder / MANIFEST, json.dumps(content, indent=1).encode())
+        return Exported(
+            tuple(self.missing),
+            tuple(name for name in self._units if name not in self.missing),
+            sum(unit.size for unit in self._units.values()),
+            time.perf_counter() - self._started,
+        )
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(
+                f"packed weights cannot be written to '{self._folder}': {error.strerror}; give"
+                " another --build-dir, or --skip-weights"
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -155,13 +199,14 @@ def _unit_files(partitions: Sequence[PartitionPlan]) -> list[_UnitFile]:
                 size = -(-packed_bytes(parameter) // ALIGNMENT) * ALIGNMENT
                 sizes[partition.unit] = places[parameter] + size
     return [
-        _UnitFile(_file_name(unit), places, sizes[unit])
+        _UnitFile(weight_file_name(unit), places, sizes[unit])
         for unit, places in by_unit.items()
         if places
     ]
 
 
-def _file_name(unit: str) -> str:
+def weight_file_name(unit: str) -> str:
+    """The file that holds the weights of a unit ("prelude", a layer's number …)."""
     return f"layer{unit}.bin" if unit.isdigit() else f"{unit}.bin"
 
 

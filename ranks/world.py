@@ -66,6 +66,13 @@ def detect_launcher(environ: Mapping[str, str] = os.environ) -> Launcher | None:
     return None
 
 
+def is_bystander() -> bool:
+    """Whether this process has nothing to do for a command that one process does: it was started
+    as one of several ranks, and is not rank 0."""
+    launcher = detect_launcher()
+    return launcher is not None and launcher.rank != 0
+
+
 def join_world(environ: Mapping[str, str] = os.environ) -> World:
     """Meet the other ranks (every rank calls this once) and return this rank's place among them.
 

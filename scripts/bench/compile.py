@@ -31,7 +31,7 @@ from benchkit.naive_compile import compile_naively
 from benchkit.published import published_config
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.granularity import Granularity, Sharing
-from buddy_pipeline.compile.service import ensure_objects, ensure_plan, verify_split
+from buddy_pipeline.compile.service import CutGraph, ensure_objects, ensure_plan
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.launcher.nearest import nearest
@@ -153,7 +153,8 @@ def _stages(
     plan, times = ensure_plan(config, VARIANTS["f32"], target, cache, granularity, with_mlir=True)
     planned = time.perf_counter()
     ranges = layer_ranges(plan.layers, world)
-    faults = verify_split(plan, config["model_type"], ranges, cache).violations
+    cut = CutGraph.read(plan, config["model_type"], cache.graph_path(plan.key))
+    faults = cut.verify(ranges).violations
     assert not faults, faults
     verified = time.perf_counter()
     rank = min(1, world - 1)

@@ -13,8 +13,8 @@ from buddy_pipeline.compile.cache import Cache, write_atomically
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.object_builder import Built, ObjectBuilder
 from buddy_pipeline.compile.service import (
-    Ahead,
     PlanTimes,
+    build_ahead,
     ensure_objects,
     ensure_plan,
     missing_objects,
@@ -193,7 +193,7 @@ def test_a_plan_is_made_once_and_not_used_when_it_is_damaged(
 def test_objects_are_built_while_the_model_is_planned(cache: Cache, units: set[str]) -> None:
     target = host_target()
     with ObjectBuilder(target, cache, 2) as builder:
-        ahead = Ahead(builder, units.__contains__)
+        ahead = build_ahead(builder, units.__contains__)
         plan, _ = ensure_plan(tiny_config("llama"), VARIANTS["f32"], target, cache, ahead=ahead)
         wanted = plan.objects(tuple(p for p in plan.partitions if p.unit in units))
         assert builder.begun >= set(wanted)

@@ -1,0 +1,136 @@
+"""`verify --build-dir`: a directory's graph, manifest, plan, files and numbers."""
+
+import json
+import os
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from buddy_pipeline.compile.build_directory import BuildDirectory
+from tests.launcher.project import Project, error
+
+
+def verified(project: Project, capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
+    """The report of a directory, whose "ok" is what the exit code says."""
+    capsys.readouterr()
+    where = ("--build-dir", project.build, "--cache-dir", project.cache)
+    code = project.run("verify", *where, *arguments)
+    report = json.loads(capsys.readouterr().out)
+    assert code == (0 if report["ok"] else 1)
+    return report
+
+
+def test_a_compiled_directory_is_verified_from_its_files(
+    compiled: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = verified(compiled, capsys)
+    assert report["ok"] and report["structure"]["world"] == 2
+    manifest = BuildDirectory(compiled.build).read_manifest()
+    files = report["files"]
+    assert files["partitions"] == len(manifest.partitions)
+    assert files["objects"] == len(manifest.objects)
+    assert files["mlir_files"] == len(list(BuildDirectory(compiled.build).mlir.rglob("*.mlir")))
+
+
+def test_an_import_that_is_not_compiled_is_verified_too(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project.gen_config()
+    assert project.import_model("--rank", 1, "--world", 2, "--skip-weights") == 0
+    report = verified(project, capsys)
+    assert report["ok"] and report["files"]["objects"] == 0
+
+
+@pytest.mark.parametrize("damage", ["edited MLIR", "altered object", "missing entry", "symbols"])
+def test_files_that_are_not_as_they_were_written_are_named(
+    damage: str, copied: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = BuildDirectory(copied.build)
+    path = {
+        "edited MLIR": directory.mlir / "bp_run_stage" / "bp_run_stage.mlir",
+        "altered object": directory.objects / "bp_run_stage.o",
+        "missing entry": directory.mlir / "subgraph0_decode1.mlir",
+        "symbols": directory.objects / "bp_run_stage.o",
+    }[damage]
+    words = "was changed since it was written"
+    if damage == "missing entry":
+        path.unlink()
+        words = "cannot be read (No such file or directory)"
+    elif damage == "symbols":
+        manifest = directory.read_manifest()
+        objects = [replace(e, symbols=("bp_walk_stage",)) for e in manifest.objects]
+        named = {"bp_run_stage": objects[[e.name for e in objects].index("bp_run_stage")]}
+        changed = tuple(named.get(e.name, e) for e in manifest.objects)
+        directory.manifest.write_text(replace(manifest, objects=changed).to_json())
+        words = "does not export bp_walk_stage"
+    else:
+        path.write_bytes(path.read_bytes() + b"\n")
+    report = verified(copied, capsys)
+    assert report["structure"]["ok"] and not report["ok"]
+    assert report["files"]["faults"] == [f"{path} {words}"]
+
+
+@pytest.mark.parametrize("part", ["plan", "manifest"])
+def test_partitions_that_are_not_the_graphs_are_named(
+    part: str, copied: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = BuildDirectory(copied.build)
+    plan, manifest = directory.read_plan(), directory.read_manifest()
+    if part == "plan":
+        layer = replace(plan.partitions[2], inputs=plan.partitions[2].inputs[:-1])
+        partitions = (*plan.partitions[:2], layer, *plan.partitions[3:])
+        directory.plan.write_text(replace(plan, partitions=partitions).to_json())
+        words = ["partition 2 of the plan is", f"partition {layer.name} of the manifest is not as"]
+    else:
+        left = tuple(entry for entry in manifest.partitions if entry.name != "layer1")
+        directory.manifest.write_text(replace(manifest, partitions=left).to_json())
+        words = ["partition layer1 is not in the manifest"]
+    report = verified(copied, capsys)
+    assert not report["ok"]
+    for word, fault in zip(words, report["files"]["faults"], strict=True):
+        assert fault.startswith(word)
+
+
+def test_the_numbers_are_those_of_the_directorys_code_and_weights(
+    copied: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    numeric = ("--numeric", "--prompt", "Hi there")
+    report = verified(copied, capsys, *numeric)
+    assert report["ok"] and report["numeric"]["ok"]
+    file = BuildDirectory(copied.build).weights / "layer1.bin"
+    before, data = file.stat(), bytearray(file.read_bytes())
+    data[4096:8192] = bytes(4096)
+    file.write_bytes(data)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    report = verified(copied, capsys, *numeric)
+    assert report["files"]["ok"] and not report["numeric"]["ok"] and not report["ok"]
+    (prompt,) = report["numeric"]["prompts"]
+    assert not prompt["whole_graph"]["prefill"]["identical"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--world", 2], "--world 2 cannot change"),
+        (["--strategy", "fine"], "--strategy fine cannot change"),
+        (["--exact"], "--exact cannot change"),
+        (["--spec", "s"], "needs --spec or --build-dir"),
+    ],
+)
+def test_what_a_directory_has_decided_cannot_be_given(
+    arguments: list[object],
+    words: str,
+    compiled: Project,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code = compiled.run("verify", "--build-dir", compiled.build, *arguments)
+    assert words in error(capsys, code)
+
+
+def test_a_damaged_graph_is_one_line(copied: Project, capsys: pytest.CaptureFixture[str]) -> None:
+    graph = BuildDirectory(copied.build).graph
+    graph.write_text(graph.read_text().replace("layers.1", "layers.2", 1))
+    code = copied.run("verify", "--build-dir", copied.build)
+    message = error(capsys, code)
+    assert f"{graph} was changed after it was written: run 'buddy-pipeline import'" in message
