@@ -308,10 +308,11 @@ def inspect(
     where: Annotated[Path, typer.Argument(metavar="PATH", parser=path)],
     *,
     as_json: build_options.AsJson = False,
+    verify: build_options.VerifyAll = False,
 ) -> int:
     """Shows what lies at a path."""
     if is_bystander():
         return 0
     from buddy_pipeline.launcher.inspecting import inspect_command
 
-    return inspect_command(where, as_json)
+    return inspect_command(where, as_json, verify)

@@ -100,6 +100,9 @@ TargetFeatures = Annotated[
     str | None, _option(_PIPELINE, "LLVM's features, such as +v,+avx512bf16.", metavar="F,F,...")
 ]
 AsJson = Annotated[bool, _option(_OUTPUT, "JSON in place of a table.", "--json")]
+VerifyAll = Annotated[
+    bool, _option(_BUILD, "Read all of a bundle and compare it with its hashes.", "--verify")
+]
 BuiltDir = Annotated[
     Path | None, _path(_MODEL, "A compiled build directory to run, in place of --spec.")
 ]

@@ -3,7 +3,7 @@
 A bundle is a zip archive without compression, so that any tool lists it and weights are mapped
 where they lie:
 
-    bundle.json     which rank of which world, the build's configuration, hashes of objects
+    bundle.json     which rank of which world, the build's configuration, hashes of all files
     plan.json       what the rank's stage needs
     objects/NAME.o
     weights/        packed weights and their manifest, each file at a multiple of 4096 bytes
@@ -17,6 +17,7 @@ import shutil
 import struct
 import zipfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,12 @@ from buddy_pipeline.compile.cache import write_atomically
 from buddy_pipeline.compile.compiled_files import read_objects
 from buddy_pipeline.compile.manifest import Parameter, Plan
 from buddy_pipeline.launcher.build_config import BuildConfig, config_of
+from buddy_pipeline.launcher.bundle_weights import (
+    WeightFile,
+    describe_weights,
+    start_fault,
+    whole_fault,
+)
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role, layer_ranges
 from buddy_pipeline.partition.sealed_json import seal, unseal
@@ -35,7 +42,7 @@ from buddy_pipeline.ranks.packing import packed_bytes
 from buddy_pipeline.ranks.weight_files import Place, map_file, parameter_key, parameter_places
 
 #: Raised whenever the meaning of a field or file changes.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _INDEX, _PLAN = "bundle.json", "plan.json"
 _TOKENIZER = "tokenizer/tokenizer.json"
 #: Weights start at pages, so that a map of one is a map of whole pages.
@@ -68,6 +75,7 @@ def write_bundle(
             for key, data in objects.items()
         },
         "weights": {},
+        "weight_files": {},
         "tokenizer": None,
     }
     packed: Mapping[str, Place] = {}
@@ -87,7 +95,9 @@ def write_bundle(
                 archive.writestr(f"objects/{key}.o", data)
             archive.writestr(_PLAN, plan.to_json())
             for file in sorted({place.file for place in packed.values()}):
-                _write_aligned(archive, f"weights/{file.name}", file)
+                name = f"weights/{file.name}"
+                _write_aligned(archive, name, file)
+                index["weight_files"][name] = asdict(describe_weights(file))
             index["weights"] = {
                 key: [f"weights/{place.file.name}", place.offset] for key, place in packed.items()
             }
@@ -156,6 +166,23 @@ class Bundle:
         self.split = tuple(int(size) for size in index["split"])
         self._index = index
         self._bytes = map_file(path)
+        self._files = {n: WeightFile(**f) for n, f in index["weight_files"].items()}
+        for name, described in self._files.items():
+            self._check(name, start_fault(self._data(name), described))
+
+    def verify(self) -> int:
+        """Reads all that is inside; how many files that are. UserError if one is not as it was
+        packed."""
+        for key in self._index["objects"]:
+            self._object(key)
+        for name, described in self._files.items():
+            self._check(name, whole_fault(self._data(name), described))
+        try:
+            if _TOKENIZER in self._archive.namelist():
+                self._archive.read(_TOKENIZER)  # its checksum is the archive's
+        except (OSError, zipfile.BadZipFile) as error:
+            raise self._broken(error) from None
+        return len(self._archive.infolist())
 
     def objects(self, keys: Sequence[str]) -> list[bytes]:
         """Object files; UserError if one is not as it was packed."""
@@ -166,14 +193,13 @@ class Bundle:
         places = self._index["weights"]
         if not places:
             return None
-        starts: dict[str, int] = {}
+        files: dict[str, np.ndarray] = {}
         found = {}
         for parameter in dict.fromkeys(parameters):
             name, offset = places[parameter_key(parameter)]
-            if name not in starts:
-                starts[name] = self._data_start(name)
-            start = starts[name] + offset
-            found[parameter] = self._bytes[start : start + packed_bytes(parameter)]
+            if name not in files:
+                files[name] = self._data(name)
+            found[parameter] = files[name][offset : offset + packed_bytes(parameter)]
         return found
 
     def checkpoint(self, folder: Path) -> Checkpoint | None:
@@ -209,11 +235,25 @@ class Bundle:
             raise self._broken(f"{name} was altered")
         return data
 
-    def _data_start(self, name: str) -> int:
-        """Where an entry's bytes begin in the file."""
-        header = self._archive.getinfo(name).header_offset
-        name_length, extra = self._bytes[header + 26 : header + 30].view("<u2").tolist()
-        return int(header + _LOCAL_HEADER + name_length + extra)
+    def _data(self, name: str) -> np.ndarray:
+        """An entry's bytes, mapped; UserError if it is not there as it was written."""
+        try:
+            entry = self._archive.getinfo(name)
+        except KeyError as error:
+            raise self._broken(error) from None
+        header = entry.header_offset
+        lengths = self._bytes[header + 26 : header + _LOCAL_HEADER]
+        if entry.compress_type != zipfile.ZIP_STORED or len(lengths) < 4:
+            raise self._broken(f"{name} was stored by another program")
+        start = header + _LOCAL_HEADER + int(lengths.view("<u2").astype(int).sum())
+        return self._bytes[start : start + entry.file_size]
+
+    def _check(self, name: str, fault: str | None) -> None:
+        if fault is not None:
+            raise UserError(
+                f"bundle {self.path}: {name} is not as it was packed ({fault}): copy or pack it"
+                " again"
+            )
 
     def _broken(self, error: object) -> UserError:
         return UserError(

@@ -1,6 +1,7 @@
 """The `inspect` command: what a build directory, an object, a weight file or a bundle holds."""
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -37,8 +38,13 @@ class Table:
         return "\n".join(lines) + "\n"
 
 
-def inspect_command(path: Path, as_json: bool) -> int:
-    """Prints a table, or JSON; UserError for what it does not know."""
+def inspect_command(path: Path, as_json: bool, verify: bool) -> int:
+    """Prints a table, or JSON; `verify` first reads all of a bundle.
+
+    UserError for what it does not know, and for what is not as it was written.
+    """
+    if verify:
+        _verify_bundle(path)
     table = _table(path)
     print(json.dumps(table.data, indent=1) if as_json else table.text(), end="\n" * as_json)
     return 0
@@ -177,6 +183,18 @@ def _bundle_table(path: Path) -> Table:
     }
     sizes = bundle.sizes()
     return Table(facts, ("file", "bytes"), list(sizes.items()), {**facts, "files": sizes})
+
+
+def _verify_bundle(path: Path) -> None:
+    from buddy_pipeline.launcher.bundle import Bundle
+
+    if path.suffix != ".zip":
+        raise UserError(
+            f"--verify reads a bundle, which {path} is not: for a build directory there is"
+            " 'buddy-pipeline verify --build-dir'"
+        )
+    count = Bundle(path).verify()
+    print(f"{path}: all {count} files are as they were packed", file=sys.stderr)
 
 
 def _checkpoint_table(path: Path) -> Table:

@@ -95,3 +95,76 @@ def test_a_bundle_for_another_cpu_is_refused_with_both_named(
         project.run("run", *bundle)
     message = error(capsys, int(ended.value.code or 0))
     assert "aarch64-unknown-linux-gnu" in message and host_target().cpu in message
+
+
+def _pack(compiled: Project, folder: Path) -> Path:
+    compiled.run("pack", "--build-dir", compiled.build, "-o", folder, "--rank", 0)
+    return folder / "rank0-of-2.zip"
+
+
+def _weights_place(bundle: Path, name: str) -> tuple[int, int]:
+    """Where a weight file's bytes begin in a bundle, and how many there are."""
+    with zipfile.ZipFile(bundle) as archive:
+        entry = archive.getinfo(name)
+        data = archive.read(name)
+    start = bundle.read_bytes().index(data, entry.header_offset)
+    return start, len(data)
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_changed_weights_are_noticed_at_the_start(
+    where: str, compiled: Project, tmp_path: Path
+) -> None:
+    path = _pack(compiled, tmp_path)
+    start, size = _weights_place(path, "weights/layer2.bin")
+    data = bytearray(path.read_bytes())
+    data[start if where == "first" else start + size - 1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"weights/layer2\.bin is not as it was packed \(its bytes"):
+        Bundle(path)
+
+
+@pytest.mark.parametrize("kind", ["cut", "exchanged", "compressed", "gone"])
+def test_a_weight_file_that_is_not_the_packed_one_is_named(
+    kind: str, compiled: Project, tmp_path: Path
+) -> None:
+    path, changed = _pack(compiled, tmp_path), tmp_path / "changed.zip"
+    name = "weights/layer2.bin"
+    with zipfile.ZipFile(path) as source, zipfile.ZipFile(changed, "w") as archive:
+        for each in source.namelist():
+            data, how = source.read(each), zipfile.ZIP_STORED
+            if each == name and kind == "cut":
+                data = data[:-64]
+            elif each == name and kind == "exchanged":
+                data = data[64:] + data[:64]
+            elif each == name and kind == "compressed":
+                how = zipfile.ZIP_DEFLATED
+            if each != name or kind != "gone":
+                archive.writestr(each, data, how)
+    words = {
+        "cut": r"layer2\.bin is not as it was packed \(it has [\d,]+ bytes, but [\d,]+ were",
+        "exchanged": r"layer2\.bin is not as it was packed \(its bytes were changed\)",
+        "compressed": r"layer2\.bin was stored by another program",
+        "gone": r"There is no item named 'weights/layer2\.bin'",
+    }
+    with pytest.raises(UserError, match=words[kind]):
+        Bundle(changed)
+
+
+def test_all_of_a_bundle_is_read_on_demand(
+    compiled: Project, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = _pack(compiled, tmp_path)
+    assert compiled.run("inspect", path, "--verify") == 0
+    assert "files are as they were packed" in capsys.readouterr().err
+    start, size = _weights_place(path, "weights/layer2.bin")
+    assert size > 100_000
+    data = bytearray(path.read_bytes())
+    data[start + 5000] ^= 1  # between the pages that a start looks at
+    path.write_bytes(data)
+    Bundle(path)
+    message = error(capsys, compiled.run("inspect", path, "--verify"))
+    assert f"bundle {path}: weights/layer2.bin is not as it was packed" in message
+    assert "--verify reads a bundle" in error(
+        capsys, compiled.run("inspect", compiled.build, "--verify")
+    )
