@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,7 +137,8 @@ def form_team(world: World, directory: BuildDirectory, cache: Cache, purpose: st
         views: list[list[int]] = world.comm.allgather(seen)
     finally:
         for path in left:
-            path.unlink(missing_ok=True)
+            with suppress(OSError):  # it may be that which failed
+                path.unlink()
     ranks = tuple(rank for rank, (found, _) in enumerate(views) if found == seen[0])
     together(world, lambda: _check_purpose(directory, ranks, places))
     caches = {rank: found for rank, (_, found) in enumerate(views)}

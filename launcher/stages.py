@@ -117,11 +117,11 @@ def import_in_team(
     if not team.leads:
         return None, _help(team, builder)
     dealing = Dealing(team.neighbours, busy=team.world.rank)
-    ahead = None
-    if builder is not None:
-        ahead = _ahead(config, cache, settings, ranks, builder, team, dealing)
     owners = None
     try:
+        ahead = None
+        if builder is not None:
+            ahead = _ahead(config, cache, settings, ranks, builder, team, dealing)
         imported = import_files(directory, config, cache, settings, ranks, ahead)
         owners = deal_objects(directory, team, dealing.owner)
     finally:
