@@ -6,19 +6,21 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from buddy_pipeline.compile.cache import Cache
-from buddy_pipeline.compile.manifest import Plan
+from buddy_pipeline.compile.manifest import runs_unit
+from buddy_pipeline.compile.object_builder import ObjectBuilder
+from buddy_pipeline.compile.service import build_ahead
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.balancing import first_ranges, measured_ranges
-from buddy_pipeline.launcher.building import plan_model
+from buddy_pipeline.launcher.building import default_jobs, plan_model
 from buddy_pipeline.launcher.loading import LoadedStage, StepSizes, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.prebuilt import open_prebuilt
 from buddy_pipeline.launcher.settings import Balance, PipelineSettings
-from buddy_pipeline.launcher.tokenizer import Tokenizer, open_tokenizer
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.partition.layers import block_role
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.exchange import all_gather
 from buddy_pipeline.ranks.faults import exit_alone, guarded, together
@@ -39,6 +41,9 @@ from buddy_pipeline.ranks.transport import Loopback, Transport
 from buddy_pipeline.ranks.watchdog import WatchedStage
 from buddy_pipeline.ranks.world import World, join_world
 
+if TYPE_CHECKING:
+    from buddy_pipeline.launcher.tokenizer import Tokenizer
+
 _T = TypeVar("_T")
 
 #: Tokens of one step at most: enough to reuse weights from cache, few enough for small buffers.
@@ -47,7 +52,7 @@ CHUNK = 512
 #: whose prefix may be wanted again.
 SLOTS_A_SEQUENCE = 2
 
-Check = Callable[[Tokenizer, int], None]
+Check = Callable[["Tokenizer", int], None]
 """Raises UserError for what rank 0 could not do with this tokenizer and context length."""
 
 
@@ -101,7 +106,7 @@ def open_session(
         # that a model that cannot be planned is not tried by one rank after the other.
         opened = together(world, lambda: _open(world, settings, check))
         if not alone:
-            together(world, lambda: _plan(world, opened) if world.local_rank == 0 else None)
+            together(world, lambda: _plan(world, opened))
         loaded = _load_balanced(world, opened, settings)
         session = _connect(world, opened, loaded, settings)
         try:
@@ -136,7 +141,11 @@ def _open(world: World, settings: PipelineSettings, check: Check | None) -> _Ope
     most = settings.max_sequences
     split = settings.split if model.split is None else model.split
     ranges = first_ranges(model, world.world, split, settings.balance, most)
-    tokenizer = open_tokenizer(model.checkpoint.tokenizer) if world.rank == 0 else None
+    tokenizer = None
+    if world.rank == 0:  # only there is text, so only there are the libraries for it loaded
+        from buddy_pipeline.launcher.tokenizer import open_tokenizer
+
+        tokenizer = open_tokenizer(model.checkpoint.tokenizer)
     if tokenizer is not None and check is not None:
         check(tokenizer, model.context)
     if world.rank == 0 and settings.profile_out is not None:
@@ -144,8 +153,23 @@ def _open(world: World, settings: PipelineSettings, check: Check | None) -> _Ope
     return _Opened(model, tokenizer, ranges, cache, profile)
 
 
-def _plan(world: World, opened: _Opened) -> Plan:
-    return plan_model(opened.model, host_target(), opened.cache, show=world.rank == 0)[0]
+def _plan(world: World, opened: _Opened) -> None:
+    """Has one rank of each host plan the model and, on all cores, build what the host's ranks need
+    as it becomes known; what is not begun by then each builds for itself."""
+    hosts: list[str] = world.comm.allgather(world.hostname)
+    if world.local_rank != 0:
+        return
+    neighbours = [rank for rank, host in enumerate(hosts) if host == world.hostname]
+
+    def wanted(unit: str) -> bool:
+        roles = ((opened.ranges[r], block_role(r, world.world)) for r in neighbours)
+        return any(runs_unit(unit, layers, role) for layers, role in roles)
+
+    target = host_target()
+    with ObjectBuilder(target, opened.cache, default_jobs()) as builder:
+        ahead = build_ahead(builder, wanted)
+        plan_model(opened.model, target, opened.cache, show=world.rank == 0, ahead=ahead)
+        builder.finish(list(builder.begun))
 
 
 def _load(

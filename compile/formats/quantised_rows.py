@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from gguf import GGMLQuantizationType, quants
 
 _Q8_0_BLOCK, _Q8_0_BYTES = 32, 34
 #: The greatest zero of int4, in steps, and its parts of a step.
@@ -127,10 +126,14 @@ class Int8Blocks:
         self.check_depth(rows.shape[1])
         _check_finite(rows)
         _check_finite((np.abs(rows).max(initial=0.0, keepdims=True) / 127).astype(np.float16))
+        from gguf import GGMLQuantizationType, quants  # late: most runs do without
+
         return quants.quantize(np.ascontiguousarray(rows), GGMLQuantizationType.Q8_0)
 
     def dequantise(self, records: np.ndarray) -> np.ndarray:
         """q · scale, exact."""
+        from gguf import GGMLQuantizationType, quants
+
         return quants.dequantize(records, GGMLQuantizationType.Q8_0)
 
 

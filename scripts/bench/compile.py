@@ -194,9 +194,12 @@ def _measure_command(
         words = ["build", "--spec", "spec.json", "--local-model", "model", "--skip-weights"]
         words += ["--build-dir", "build", "--cache-dir", "cache", "-j", str(jobs)]
         words += ["--time-report", "times.json", *more]
+        environment = command.user_environment()
         for _ in range(1 + warm):
             started, cpu = time.perf_counter(), _cpu_of_children()
-            run = subprocess.run([_COMMAND, *words], cwd=root, capture_output=True, text=True)
+            run = subprocess.run(
+                [_COMMAND, *words], cwd=root, env=environment, capture_output=True, text=True
+            )
             total, cpu = time.perf_counter() - started, _cpu_of_children() - cpu
             if run.returncode != 0:
                 raise UserError(f"{' '.join(words)} failed: {run.stderr.strip()}")
