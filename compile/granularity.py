@@ -9,7 +9,8 @@ class Sharing(StrEnum):
 
     TEMPLATES = "templates"  # one function for all: compile time does not grow with layers
     NOTHING = "partitions"  # a function and an object each
-    WHOLE_GRAPH = "whole-graph"  # a function each, all in one module and one object
+    KERNELS = "kernels"  # a function each, in one module that calls shared kernels
+    WHOLE_GRAPH = "whole-graph"  # nothing: one module in which every node has its own code
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """A writer of MLIR text: fresh names, constants, pointers, vectors and structured loops."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -212,15 +213,41 @@ class Loop:
 
 
 def join_modules(modules: Iterable[str]) -> str:
-    """One module with the functions of several; what they all declare is declared once."""
+    """One module with the functions of several; what they all declare is declared once, and what
+    one of them defines not at all."""
     lines = [line for module in modules for line in module.splitlines()]
-    declared = [line for line in lines if _is_declaration(line)]
-    defined = [line for line in lines if not _is_declaration(line)]
-    return "\n".join([*dict.fromkeys(declared), *defined]) + "\n"
+    defined = _defined(lines)
+    declared = {line: None for line in lines if (name := _declared(line)) and name not in defined}
+    return "\n".join([*declared, *(line for line in lines if not _declared(line))]) + "\n"
 
 
-def _is_declaration(line: str) -> bool:
-    return line.startswith("func.func private @") and not line.endswith("{")
+def renamed(modules: Iterable[str], prefix: str) -> str:
+    """One module of several, in which every function that they define has `prefix` before its name.
+
+    Two such modules of one text can then be in one module.
+    """
+    text = join_modules(modules)
+    defined = _defined(text.splitlines())
+
+    def name(match: re.Match[str]) -> str:
+        return f"@{prefix}{match[1]}" if match[1] in defined else match[0]
+
+    return re.sub(r"@(\w+)", name, text)
+
+
+_FUNCTION = re.compile(r"func\.func (?:private )?@(\w+)\(")
+
+
+def _defined(lines: Iterable[str]) -> set[str]:
+    """The names of the functions that have a body."""
+    found = (_FUNCTION.match(line) for line in lines if line.endswith("{"))
+    return {match[1] for match in found if match}
+
+
+def _declared(line: str) -> str | None:
+    """The name of the function that a line declares without a body."""
+    match = None if line.endswith("{") else _FUNCTION.match(line)
+    return match[1] if match else None
 
 
 def _float_literal(value: float) -> str:

@@ -9,22 +9,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from buddy_pipeline.compile.draft import ExpertLinear, IslandCall, Linear
+from buddy_pipeline.compile.draft import Draft, ExpertLinear, IslandCall, Linear
 from buddy_pipeline.compile.drafting import Drafted, Drafter
 from buddy_pipeline.compile.early_sources import driver_source
 from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.compile.granularity import Granularity, Sharing
 from buddy_pipeline.compile.islands import Island, import_island
 from buddy_pipeline.compile.manifest import Constant, PartitionPlan, Plan, Template, Value
-from buddy_pipeline.compile.mlir_text import join_modules
+from buddy_pipeline.compile.mlir_text import join_modules, renamed
 from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.template_kernels import (
+    draft_kernels,
     draft_libraries,
     partial_result,
     thread_scratch,
 )
-from buddy_pipeline.compile.templates import emit_template, island_symbol
+from buddy_pipeline.compile.templates import emit_template, instance_prefix, island_symbol
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.partition.fragments import resolve
 from buddy_pipeline.partition.graph import GraphNode, NodeKind, Partition
@@ -139,10 +140,15 @@ class _Code:
         if name in self.templates:
             self._announce(partition, self.templates[name].objects)
             return name
-        libraries = [
-            self.add(Source(symbol, (symbol,), kernel.emit()))
-            for symbol, kernel in draft_libraries(draft, self._target).items()
-        ]
+        whole = self._sharing is Sharing.WHOLE_GRAPH
+        libraries = []
+        if whole:
+            self._whole += self._instances(draft, name)
+        else:
+            libraries = [
+                self.add(Source(symbol, (symbol,), kernel.emit()))
+                for symbol, kernel in draft_libraries(draft, self._target).items()
+            ]
         self._announce(partition, libraries)
         islands = tuple(
             (island_symbol(name, j), self._import(island, structure))
@@ -151,8 +157,9 @@ class _Code:
             )
         )
         shown = f"{_kind(partition)}-{name[-6:]}" if shared else name
-        source = Source(shown, (name,), emit_template(draft, name, self._target), islands)
-        if self._sharing is Sharing.WHOLE_GRAPH:
+        module = emit_template(draft, name, self._target, instances=whole)
+        source = Source(shown, (name,), module, islands)
+        if whole or self._sharing is Sharing.KERNELS:
             self._whole.append(source)
             own = ""  # the one object is known when all its functions are
         else:
@@ -169,6 +176,13 @@ class _Code:
         )
         return name
 
+    def _instances(self, draft: Draft, name: str) -> Iterator[Source]:
+        """The kernels of a template's items, one for each as if no other node had the same."""
+        for number, kernel in draft_kernels(draft, self._target):
+            modules = [each.emit() for each in (*kernel.calls, kernel)]
+            prefix = instance_prefix(name, number)
+            yield Source(prefix + kernel.symbol, (), renamed(modules, prefix))
+
     def _import(self, island: Island, structure: str) -> str:
         """An island's MLIR; islands of one structure have the same, and are imported once."""
         if structure not in self._imported:
@@ -180,7 +194,7 @@ class _Code:
         self._ready(str(partition.unit), {key: self.sources[key] for key in keys if key})
 
     def close(self) -> None:
-        """Puts the functions of a whole graph into one module."""
+        """Puts the functions of a whole graph into one module, what is not shared too."""
         if not self._whole:
             return
         whole = Source(

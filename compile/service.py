@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from buddy_pipeline.compile.cache import Cache
-from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
+from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity, Sharing
 from buddy_pipeline.compile.manifest import Plan
 from buddy_pipeline.compile.object_builder import Built, ObjectBuilder, Progress
 from buddy_pipeline.compile.source import is_whole
@@ -97,7 +97,7 @@ def ensure_plan(
         with Worker(cache, target) as worker:
             if ahead is not None:
                 ahead.start()
-                ahead.begin(None, _write_early(variant, target, cache))
+                ahead.begin(None, _write_early(variant, target, cache, granularity.sharing))
             answer = worker.ask(request, "the model's graph", begin)
         plan = _read_plan(cache, key, with_mlir)
         if plan is None:
@@ -106,14 +106,14 @@ def ensure_plan(
         return plan, PlanTimes(total, answer["packages"], answer["export"], answer["import"])
 
 
-def _write_early(variant: Variant, target: Target, cache: Cache) -> list[str]:
+def _write_early(variant: Variant, target: Target, cache: Cache, sharing: Sharing) -> list[str]:
     """Leaves the sources of what every model of the variant needs in the cache; their keys."""
     # Here, since a warm start has no use for what writes kernels.
     from buddy_pipeline.compile.early_sources import early_sources
 
     versions = compiler_versions()
     keys = []
-    for source in early_sources(variant, target):
+    for source in early_sources(variant, target, sharing):
         keys.append(key := source.key(target, versions))
         if not is_whole(cache.source_folder(key)):
             source.write(cache.source_folder(key), cache.write)

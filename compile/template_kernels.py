@@ -84,18 +84,18 @@ def _linear(name: str, depth: int, target: Target) -> Kernel:
     )
 
 
-def draft_kernels(draft: Draft, target: Target) -> Iterator[Kernel]:
-    """The kernel of each item that calls one, in order, one as often as it is called."""
-    for item in draft.items:
+def draft_kernels(draft: Draft, target: Target) -> Iterator[tuple[int, Kernel]]:
+    """The kernel of each item that calls one, with the item's number, in order."""
+    for number, item in enumerate(draft.items):
         kernel = item_kernel(item, target)
         if kernel is not None:
-            yield kernel
+            yield number, kernel
 
 
 def draft_libraries(draft: Draft, target: Target) -> dict[str, Kernel]:
     """The kernels that a template needs, by symbol."""
     found: dict[str, Kernel] = {}
-    for kernel in draft_kernels(draft, target):
+    for _, kernel in draft_kernels(draft, target):
         for needed in (*kernel.calls, kernel):
             found.setdefault(needed.symbol, needed)
     return found
@@ -103,9 +103,9 @@ def draft_libraries(draft: Draft, target: Target) -> dict[str, Kernel]:
 
 def thread_scratch(draft: Draft, target: Target) -> int:
     """Bytes that one thread needs while it runs the template."""
-    return max((kernel.scratch for kernel in draft_kernels(draft, target)), default=0)
+    return max((kernel.scratch for _, kernel in draft_kernels(draft, target)), default=0)
 
 
 def partial_result(draft: Draft, target: Target) -> int:
     """Bytes of one partial result of its attention."""
-    return max((kernel.partial for kernel in draft_kernels(draft, target)), default=0)
+    return max((kernel.partial for _, kernel in draft_kernels(draft, target)), default=0)

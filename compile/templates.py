@@ -4,6 +4,8 @@ A template is `name(args, step, tid)`: `args` is a table of 8-byte words (addres
 parameters and temporaries, and KV offsets), so layers of one structure share the code.
 """
 
+from collections.abc import Mapping
+
 from buddy_pipeline.compile.draft import (
     Attention,
     Draft,
@@ -35,27 +37,40 @@ def island_symbol(template: str, index: int) -> str:
     return f"{template}_island{index}"
 
 
-def emit_template(draft: Draft, name: str, target: Target) -> str:
-    """MLIR text of the module with the template as function `name`, without islands' bodies."""
+def instance_prefix(template: str, number: int) -> str:
+    """What is before the names of the functions of a kernel that only item `number` calls."""
+    return f"{template}_item{number}_"
+
+
+def emit_template(draft: Draft, name: str, target: Target, *, instances: bool = False) -> str:
+    """MLIR text of the module with the template as function `name`, without islands' bodies.
+
+    It calls kernels that others call too or, with `instances`, for each item one of its own; see
+    `instance_prefix`.
+    """
     t = Text()
     declare_end_region(t)
-    _declare(t, draft, name, target)
+    symbols = {
+        number: (instance_prefix(name, number) if instances else "") + kernel.symbol
+        for number, kernel in draft_kernels(draft, target)
+    }
+    _declare(t, draft, name, target, symbols)
     args = [("args", "!llvm.ptr"), ("step", "!llvm.ptr"), ("tid", "i64")]
     with t.function(name, args):
         team = step_word(t, StepWord.TEAM)
         count = step_word(t, StepWord.ROWS if draft.counts == "rows" else StepWord.TOKENS)
-        writer = _Writer(t, name, team, count, target)
+        writer = _Writer(t, name, team, count, target, symbols)
         for number, item in enumerate(draft.items):
             t.line(f"// {number}: {type(item).__name__}")
-            writer.write(item)
+            writer.write(item, number)
             end_region(t)
         t.line("return")
     return str(t)
 
 
-def _declare(t: Text, draft: Draft, name: str, target: Target) -> None:
-    """Declarations of the kernels and islands that the template calls."""
-    signatures = {kernel.symbol: kernel.types for kernel in draft_kernels(draft, target)}
+def _declare(t: Text, draft: Draft, name: str, target: Target, symbols: Mapping[int, str]) -> None:
+    """Declarations of the kernels, by item, and islands that the template calls."""
+    signatures = {symbols[number]: kernel.types for number, kernel in draft_kernels(draft, target)}
     for item in draft.items:
         if isinstance(item, IslandCall):
             count = len(item.inputs) + len(item.outputs)
@@ -67,15 +82,26 @@ def _declare(t: Text, draft: Draft, name: str, target: Target) -> None:
 class _Writer:
     """Writes the items of one template."""
 
-    def __init__(self, t: Text, name: str, team: str, count: str, target: Target) -> None:
+    def __init__(
+        self,
+        t: Text,
+        name: str,
+        team: str,
+        count: str,
+        target: Target,
+        symbols: Mapping[int, str],
+    ) -> None:
         self.t = t
         self.name = name
         self.team = team
         self.count = count
         self.target = target
+        self.symbols = symbols
+        self.number = 0
 
-    def write(self, item: Item) -> None:
+    def write(self, item: Item, number: int) -> None:
         """Writes one item as calls and loops."""
+        self.number = number
         if isinstance(item, Gather):
             self._gather(item)
         elif isinstance(item, Linear):
@@ -107,7 +133,7 @@ class _Writer:
         """A call of the item's kernel."""
         kernel = item_kernel(item, self.target)
         assert kernel is not None
-        self.t.call(kernel.symbol, list(zip(values, kernel.types, strict=True)))
+        self.t.call(self.symbols[self.number], list(zip(values, kernel.types, strict=True)))
 
     def _gather(self, item: Gather) -> None:
         t = self.t

@@ -75,7 +75,7 @@ def compare(model: Model, prompts: Mapping[str, Sequence[int]], cache: Cache) ->
     """
     tokens: dict[str, list[int]] = {}
     partitioned = _run(model, prompts, tokens, cache)
-    whole_graph = Granularity("coarse", Sharing.WHOLE_GRAPH)
+    whole_graph = Granularity("coarse", Sharing.KERNELS)
     made_anew = replace(model, granularity=whole_graph, prebuilt=None)
     whole = _run(made_anew, prompts, tokens, cache)
     reference = _reference(model, prompts, tokens)

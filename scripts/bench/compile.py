@@ -111,6 +111,7 @@ def _rows(config: dict[str, Any], jobs: int) -> dict[str, Callable[[], Row]]:
     return {
         "naive": lambda: _measure_naive(config),
         "whole-graph": ours("whole-graph", Granularity("coarse", Sharing.WHOLE_GRAPH)),
+        "shared-kernels": ours("shared-kernels", Granularity("coarse", Sharing.KERNELS)),
         "no-templates": ours("no-templates", Granularity("coarse", Sharing.NOTHING)),
         "coarse": ours("coarse", Granularity("coarse")),
         "block": ours("block", Granularity("block")),

@@ -24,6 +24,7 @@ STEPS = 4
 OTHERS = [
     Granularity("block"),
     Granularity("fine"),
+    Granularity("coarse", Sharing.KERNELS),
     Granularity("coarse", Sharing.WHOLE_GRAPH),
     Granularity("fine", Sharing.NOTHING),
 ]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buddy_pipeline.compile.lowering import load_mlir
-from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.compile.mlir_text import Text, join_modules, renamed
 
 
 def parsed(t: Text) -> str:
@@ -84,3 +84,20 @@ def test_a_fused_multiply_add_stays_one_operation() -> None:
     with t.function("f", [("a", kind), ("b", kind), ("c", kind)], kind):
         t.line(f"return {t.fma('%a', '%b', '%c', kind)} : {kind}")
     assert "math.fma" in parsed(t)
+
+
+def test_a_joined_module_declares_only_what_it_does_not_define() -> None:
+    caller = "func.func private @kernel(i64)\nfunc.func private @far()\nfunc.func @a() {\n}\n"
+    kernel = "func.func private @far()\nfunc.func @kernel(%x: i64) {\n}\n"
+    joined = join_modules([caller, kernel])
+    assert (
+        joined == "func.func private @far()\nfunc.func @a() {\n}\nfunc.func @kernel(%x: i64) {\n}\n"
+    )
+
+
+def test_renamed_functions_are_called_by_their_new_names() -> None:
+    outer = "func.func private @inner(i64)\nfunc.func @outer() {\ncall @inner()\ncall @far()\n}\n"
+    inner = "func.func private @far()\nfunc.func @inner(%x: i64) {\n}\n"
+    text = renamed([outer, inner], "p_")
+    assert "call @p_inner()\ncall @far()" in text and "func.func @p_outer() {" in text
+    assert "@inner(" not in text and "@p_far" not in text

@@ -1,11 +1,14 @@
 """Plans: sources by content key, templates that are shared, everything bound."""
 
+import re
+from collections import Counter
 from collections.abc import Mapping
 
 import pytest
 
 from buddy_pipeline.compile.early_sources import early_sources
 from buddy_pipeline.compile.granularity import Granularity, Sharing
+from buddy_pipeline.compile.kernels.driver import DRIVER
 from buddy_pipeline.compile.planner import make_plan
 from buddy_pipeline.compile.source import Source
 from buddy_pipeline.compile.target import host_target, named_target
@@ -87,8 +90,8 @@ def test_what_decides_a_source_is_part_of_its_key() -> None:
 
 
 @on_each_family
-def test_the_whole_graph_is_one_object_beside_the_kernels(family: str) -> None:
-    whole, sources = planned(family, granularity=Granularity("coarse", Sharing.WHOLE_GRAPH))
+def test_a_whole_graph_with_shared_kernels_is_one_object_beside_them(family: str) -> None:
+    whole, sources = planned(family, granularity=Granularity("coarse", Sharing.KERNELS))
     shared, _ = planned(family)
     graph = next(source for source in sources.values() if source.name == "whole_graph")
     assert set(graph.symbols) == {t.symbol for t in whole.templates.values()}
@@ -96,6 +99,22 @@ def test_the_whole_graph_is_one_object_beside_the_kernels(family: str) -> None:
     assert {t.objects[0] for t in whole.templates.values()} == {
         key for key, source in sources.items() if source is graph
     }
+
+
+def test_in_a_whole_graph_every_node_has_its_own_code() -> None:
+    """As a compiler without templates would emit it: no function is called from two places."""
+    whole, sources = planned("qwen2", granularity=Granularity("coarse", Sharing.WHOLE_GRAPH))
+    assert {source.name for source in sources.values()} == {"whole_graph", DRIVER}
+    (graph,) = (source for source in sources.values() if source.name == "whole_graph")
+    calls = Counter(re.findall(r"func\.call @(\w+_bp_\w+)\(", graph.module))
+    kernels = [name for name in calls if "_item" in name]
+    kinds = Counter(re.sub(r"_k\d.*", "", name.split("_bp_")[1]) for name in kernels)
+    # Three layers of q, k, v in one, o, gate and up in one, down; and the head.
+    assert kinds == {"linear_f32": 3 * 4 + 1, "attention_f32": 3, "embedding_f32": 1}
+    assert all(calls[name] == 1 for name in kernels)
+    lines = graph.module.splitlines()
+    defined = [m[1] for line in lines if (m := re.match(r"func\.func .*@(\w+)\(.*\{$", line))]
+    assert len(defined) == len(set(defined)) and set(kernels) < set(defined)
 
 
 @on_each_family
@@ -113,7 +132,7 @@ def test_finer_strategies_have_more_partitions_and_still_few_templates(family: s
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_is_built_early_is_what_the_plan_has(variant: str) -> None:
-    early = early_sources(VARIANTS[variant], host_target())
+    early = early_sources(VARIANTS[variant], host_target(), Sharing.TEMPLATES)
     # Rows that groups of 128 divide.
     sizes = {"hidden_size": 128, "intermediate_size": 128} if variant.startswith("w4") else {}
     sources = planned("llama", variant, num_attention_heads=2, **sizes)[1]
