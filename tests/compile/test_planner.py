@@ -103,7 +103,7 @@ def test_a_whole_graph_with_shared_kernels_is_one_object_beside_them(family: str
 
 def test_in_a_whole_graph_every_node_has_its_own_code() -> None:
     """As a compiler without templates would emit it: no function is called from two places."""
-    whole, sources = planned("qwen2", granularity=Granularity("coarse", Sharing.WHOLE_GRAPH))
+    _, sources = planned("qwen2", granularity=Granularity("coarse", Sharing.WHOLE_GRAPH))
     assert {source.name for source in sources.values()} == {"whole_graph", DRIVER}
     (graph,) = (source for source in sources.values() if source.name == "whole_graph")
     calls = Counter(re.findall(r"func\.call @(\w+_bp_\w+)\(", graph.module))
