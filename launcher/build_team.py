@@ -12,16 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from buddy_pipeline.compile.build_directory import BuildDirectory, target_folder
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.exchange import all_gather, receive_record, send_record
 from buddy_pipeline.ranks.faults import exit_alone, guarded, together
-from buddy_pipeline.ranks.waiting import IDLE
 from buddy_pipeline.ranks.world import World, detect_launcher, join_world
 
+_T = TypeVar("_T")
 _TAG = 7
 
 
@@ -46,30 +47,28 @@ class BuildTeam:
         return self.ranks[1:]
 
     def tell(self, rank: int, what: object) -> None:
-        """Sends something small to another member."""
-        self.world.comm.send(what, dest=rank, tag=_TAG)
+        """Sends a small record to another member."""
+        send_record(self.world.comm, what, rank, _TAG)
 
-    def hear(self, rank: int | None = None) -> Any:
+    def hear(self, kind: type[_T], rank: int | None = None) -> _T:
         """What another member, by default the leader, told this one next.
 
         Waits by polling: the core is for those that compile.
         """
         source = self.ranks[0] if rank is None else rank
-        comm = self.world.comm
-        IDLE.until(lambda: bool(comm.iprobe(source=source, tag=_TAG)))
-        return comm.recv(source=source, tag=_TAG)
+        return receive_record(self.world.comm, kind, source, _TAG)
 
-    def gather(self, what: object) -> list[Any]:
+    def gather(self, what: _T, kind: type[_T]) -> list[_T]:
         """On the leader what every member has, by place in `ranks`; nothing on the others."""
         if self.leads:
-            return [what, *(self.hear(rank) for rank in self.others)]
+            return [what, *(self.hear(kind, rank) for rank in self.others)]
         self.tell(self.ranks[0], what)
         return []
 
-    def share(self, make: Callable[[], Any]) -> Any:
+    def share(self, make: Callable[[], _T], kind: type[_T]) -> _T | None:
         """What the leader makes, on every member; None on the others where it fails."""
         if not self.leads:
-            return self.hear()
+            return self.hear(kind | None)  # type: ignore[arg-type]
         made = None
         try:
             made = make()
@@ -98,7 +97,7 @@ def build_world(rank: int | None = None) -> Iterator[World]:
 def team_folder(world: World, root: Path, target: Target) -> Path:
     """Where this rank builds: in `root`, or where ranks have different CPUs in a folder of it for
     each."""
-    if world.comm is None or len(set(world.comm.allgather(target.digest()))) == 1:
+    if world.comm is None or len(set(all_gather(world.comm, target.digest(), str))) == 1:
         return root
     return root / target_folder(target)
 
@@ -120,7 +119,7 @@ def form_team(world: World, directory: BuildDirectory, cache: Cache, purpose: st
     if world.comm is None:
         return alone(world)
     mine = _Place(world.hostname, str(directory.root.absolute()), purpose, secrets.token_hex(8))
-    places: list[_Place] = world.comm.allgather(mine)
+    places = all_gather(world.comm, mine, _Place)
     first = [place.where for place in places].index(mine.where)
     token = f".team-{mine.token}"
     left = [directory.root / token, cache.root / token] if first == world.rank else []
@@ -133,8 +132,8 @@ def form_team(world: World, directory: BuildDirectory, cache: Cache, purpose: st
 
     try:
         together(world, leave)
-        seen = [_seen(places, folder, world.rank) for folder in (directory.root, cache.root)]
-        views: list[list[int]] = world.comm.allgather(seen)
+        seen = tuple(_seen(places, folder, world.rank) for folder in (directory.root, cache.root))
+        views = all_gather(world.comm, seen, tuple[int, ...])
     finally:
         for path in left:
             with suppress(OSError):  # it may be that which failed

@@ -156,7 +156,7 @@ def _open(world: World, settings: PipelineSettings, check: Check | None) -> _Ope
 def _plan(world: World, opened: _Opened) -> None:
     """Has one rank of each host plan the model and, on all cores, build what the host's ranks need
     as it becomes known; what is not begun by then each builds for itself."""
-    hosts: list[str] = world.comm.allgather(world.hostname)
+    hosts = all_gather(world.comm, world.hostname, str)
     if world.local_rank != 0:
         return
     neighbours = [rank for rank, host in enumerate(hosts) if host == world.hostname]

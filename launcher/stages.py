@@ -7,9 +7,10 @@ leader exports and writes what there is one of; objects and weights are dealt ou
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from buddy_pipeline.compile.build_directory import BuildDirectory
 from buddy_pipeline.compile.cache import Cache
@@ -130,10 +131,11 @@ def import_in_team(
     return imported, owners
 
 
-Owners = Mapping[str, int]
+Owners = dict[str, int]
 """The rank that builds an object, by the object's key in the manifest."""
 #: What the leader tells the others while it plans, besides keys of objects, and owners at the end.
 _START = "start"
+_Heard: Any = str | dict[str, int] | None
 
 
 def _ahead(
@@ -178,7 +180,7 @@ def _ahead(
 
 def _help(team: BuildTeam, builder: ObjectBuilder | None) -> Owners:
     """Begins what the leader deals out while it plans, until it says whose all objects are."""
-    while isinstance(heard := team.hear(), str):
+    while isinstance(heard := team.hear(_Heard), str):
         assert builder is not None
         if heard == _START:
             builder.start()
@@ -271,7 +273,7 @@ def compile_share(
 
 def finish_compile(directory: BuildDirectory, team: BuildTeam, compiled: Compiled) -> list[BuiltBy]:
     """What all ranks have built, on the leader, which then writes the manifest."""
-    shares: list[Compiled] = team.gather(compiled)
+    shares = team.gather(compiled, Compiled)
     if not team.leads:
         return []
     entries = {entry.name: entry for share in shares for entry in share.entries}

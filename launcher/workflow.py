@@ -32,6 +32,7 @@ from buddy_pipeline.launcher.settings import BuildSettings, ImportSettings, Stag
 from buddy_pipeline.launcher.stages import (
     BuiltBy,
     Imported,
+    Owners,
     begin_weights,
     compile_share,
     deal_objects,
@@ -113,7 +114,10 @@ def compile_directory_command(
         together(world, lambda: load_imported_config(directory, where))
         started = time.perf_counter()
         with ObjectBuilder(config.target, cache, _jobs(stage, world)) as builder:
-            owners = together(world, lambda: team.share(lambda: deal_objects(directory, team)))
+            owners = together(
+                world, lambda: team.share(lambda: deal_objects(directory, team), Owners)
+            )
+            assert owners is not None  # else the leader has ended all
             share = together(
                 world, lambda: compile_share(directory, config, cache, builder, team, owners)
             )

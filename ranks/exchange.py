@@ -35,6 +35,25 @@ def gather(comm: Any, record: _T, kind: type[_T]) -> list[_T]:
     return _decoded(_exchange(comm, record, root=0), kind)
 
 
+def send_record(comm: Any, record: object, rank: int, tag: int) -> None:
+    """Sends a record to one rank, which receives it with `receive_record`."""
+    comm.Send(np.frombuffer(encode(record), np.uint8), rank, tag)
+
+
+def receive_record(comm: Any, kind: type[_T], rank: int, tag: int) -> _T:
+    """The next record of a rank; waits by polling. Errors as in `all_gather`."""
+    from mpi4py import MPI
+
+    status = MPI.Status()
+    IDLE.until(lambda: bool(comm.Iprobe(rank, tag, status)))
+    size = status.Get_count(MPI.BYTE)
+    if size > MOST_BYTES:
+        raise ProtocolError(f"a record of {size} bytes; at most {MOST_BYTES} are taken")
+    data = np.empty(size, np.uint8)
+    comm.Recv(data, rank, tag)
+    return decode(data.tobytes(), kind)
+
+
 def _exchange(comm: Any, record: object, root: int | None) -> list[bytes]:
     mine = np.frombuffer(encode(record), np.uint8)
     sizes = np.empty(comm.Get_size(), np.int64)

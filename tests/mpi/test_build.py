@@ -130,6 +130,14 @@ def test_a_second_build_finds_everything(make: Callable[[str], Built]) -> None:
     assert not built.written(built.root)
 
 
+def test_a_cold_start_of_several_ranks_does_nothing_twice(make: Callable[[str], Built]) -> None:
+    built = make("built")
+    built.run(*built.model, "--prompt", "Hi", "--max-tokens", 1, ranks=2)
+    cached = built.written(built.cache)
+    assert set(cached.values()) == {1}
+    assert sum(name.startswith("objects/") for name in cached) >= 6
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names two CPUs of x86-64")
 def test_ranks_with_different_cpus_get_code_for_theirs(make: Callable[[str], Built]) -> None:
     built = make("built")
