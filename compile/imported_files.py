@@ -133,7 +133,7 @@ def write_imported(
         objects=tuple(objects),
     )
     directory.write(directory.graph, cache.graph_path(plan.key).read_bytes())
-    directory.write(directory.plan, plan.to_json().encode())
+    directory.write(directory.plan, cache.plan_path(plan.key).read_bytes())
     directory.write(directory.manifest, manifest.to_json().encode())
     return manifest
 

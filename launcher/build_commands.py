@@ -18,7 +18,7 @@ from buddy_pipeline.launcher.settings import (
 )
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import parse_split
-from buddy_pipeline.ranks.world import is_bystander
+from buddy_pipeline.ranks.world import detect_launcher, is_bystander
 
 
 def add_build_commands(app: typer.Typer) -> None:
@@ -116,8 +116,8 @@ def compile_model(
     build_dir: build_options.BuildDir = None,
     whole_graph: build_options.Sharing = None,
     time_report: build_options.TimeReport = None,
-    rank: options.Rank = 0,
-    world: options.World = 1,
+    rank: build_options.CompiledRank = None,
+    world: build_options.OptionalWorld = None,
     variant: options.Variant = None,
     exact: options.Exact = False,
     kv_cache_dtype: options.KvCacheDtype = None,
@@ -138,6 +138,11 @@ def compile_model(
         stage = StageSettings(build_dir, cache_dir, jobs)
         return compile_directory_command(config, stage, sharing, time_report)
     assert spec is not None
+    started = detect_launcher()
+    if rank is None:
+        rank = 0 if started is None else started.rank
+    if world is None:
+        world = 1 if started is None or started.size is None else started.size
     settings = CompileSettings(
         spec=spec,
         variant=variant,

@@ -68,6 +68,10 @@ OptionalWorld = Annotated[
         most=_MOST_RANKS,
     ),
 ]
+CompiledRank = Annotated[
+    int | None,
+    _whole(_PIPELINE, "The rank to compile for; default that of this process, or 0.", least=0),
+]
 SkipFullMlir = Annotated[
     bool, _option(_BUILD, "Leave out the combined forward_PHASE.mlir.", "--skip-full-mlir")
 ]

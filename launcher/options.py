@@ -166,7 +166,6 @@ StepTimeout = Annotated[
         parser=positive_number,
     ),
 ]
-Rank = Annotated[int, _whole(_PIPELINE, "The rank to compile for.", least=0)]
 World = Annotated[int, _whole(_PIPELINE, "How many ranks there are.", least=1, most=_MOST_RANKS)]
 Jobs = Annotated[
     int | None,

@@ -138,6 +138,14 @@ def test_a_cold_start_of_several_ranks_does_nothing_twice(make: Callable[[str], 
     assert sum(name.startswith("objects/") for name in cached) >= 6
 
 
+def test_every_rank_compiles_its_own_share_into_the_cache(make: Callable[[str], Built]) -> None:
+    built = make("built")
+    ended = built.run("compile", *built.model, ranks=2)
+    shares = sorted(line for line in ended.stdout.splitlines() if line.startswith("rank "))
+    assert [line.split(",")[0] for line in shares] == ["rank 0 of 2 (LAST)", "rank 1 of 2 (FIRST)"]
+    assert set(built.written(built.cache).values()) == {1}
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names two CPUs of x86-64")
 def test_ranks_with_different_cpus_get_code_for_theirs(make: Callable[[str], Built]) -> None:
     built = make("built")
