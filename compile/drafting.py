@@ -12,7 +12,7 @@ from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.formats.quantised_rows import ROW_FORMATS
 from buddy_pipeline.compile.islands import Island, cut_free, signature
-from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
+from buddy_pipeline.compile.kernels.attention_shape import AttentionShape
 from buddy_pipeline.compile.manifest import ROW_PAD, KvLayer, Parameter, Value, WeightPart
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.templates import (

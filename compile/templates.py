@@ -12,7 +12,7 @@ from functools import partial
 from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.formats.base import panel_bytes
 from buddy_pipeline.compile.kernels import attention, embedding, experts, linear, top_k
-from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
+from buddy_pipeline.compile.kernels.attention_shape import AttentionShape
 from buddy_pipeline.compile.kernels.step import (
     declare_end_region,
     end_region,

@@ -15,19 +15,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from buddy_pipeline.compile.kernels.attention_ends import emit_finish, emit_merge, finish_args
-from buddy_pipeline.compile.kernels.attention_parts import (
+from buddy_pipeline.compile.kernels.attention_positions import first_position
+from buddy_pipeline.compile.kernels.attention_scores import queries_args
+from buddy_pipeline.compile.kernels.attention_shape import (
     AttentionShape,
     Rows,
-    emit_span,
-    layer_base,
     rows_of,
-    span_args,
+    span_scratch_bytes,
     state_bytes,
     token_parts,
 )
-from buddy_pipeline.compile.kernels.attention_store import emit_store
+from buddy_pipeline.compile.kernels.attention_span import emit_spans, span_args
+from buddy_pipeline.compile.kernels.attention_store import emit_store, layer_base
 from buddy_pipeline.compile.kernels.step import barrier, declare_barrier, step_word
-from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SPAN, SPLIT_UNITS, StepWord
+from buddy_pipeline.compile.manifest import KV_SPAN, SPLIT_UNITS, StepWord
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
@@ -53,9 +54,9 @@ SIGNATURE = [
 
 
 def attention_scratch_bytes(target: Target, shape: AttentionShape) -> int:
-    """Bytes of scratch per thread: a running and a partial state, and the weights of a block."""
+    """Bytes of scratch per thread: a running and a partial state, and what a span needs."""
     most = max(rows.count for rows in rows_of(target, shape))
-    return 2 * state_bytes(target, shape, most) + most * KV_BLOCK * 4
+    return 2 * state_bytes(target, shape, most) + span_scratch_bytes(shape, most)
 
 
 def partial_bytes(target: Target, shape: AttentionShape) -> int:
@@ -69,8 +70,8 @@ def emit_attention(target: Target, shape: AttentionShape) -> str:
     declare_barrier(t)
     all_rows = rows_of(target, shape)
     emit_store(t, target, shape)
+    emit_spans(t, target, shape, all_rows)
     for rows in all_rows:
-        emit_span(t, target, shape, rows)
         emit_finish(t, target, shape, rows)
     for count in sorted({rows.count for rows in all_rows}):
         emit_merge(t, target, shape, count)
@@ -108,16 +109,19 @@ def _emit_tile(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> No
         span = t.constant(KV_SPAN)
         size = state_bytes(target, shape, rows.count)
         state, part = "%scratch", t.gep("%scratch", size, "i8")
-        weights = t.gep("%scratch", 2 * size, "i8")
-        first = _first_position(t, "%last", "%window")
+        queries = t.gep("%scratch", 2 * size, "i8")
+        weights = t.gep(queries, rows.count * shape.query_stride)
+        first = first_position(t, "%last", "%window")
         low = t.mul(t.binary("arith.divui", first, span), span)
         end = t.add("%last", t.constant(rows.tokens))
 
         def compute(start: str, to: str) -> None:
-            values = ["%q", "%ldq", "%keys", "%values", start, "%last", "%window"]
-            values += ["%scale", "%softcap", "%slopes", to, weights]
+            values = [queries, "%keys", "%values", start, "%last", "%window"]
+            values += ["%softcap", "%slopes", to, weights]
             t.call(f"span_{rows.name}", span_args(values))
 
+        copied = ["%q", "%ldq", "%scale", "%softcap", queries]
+        t.call(f"queries_{rows.name}", queries_args(copied))
         compute(low, state)
         with t.loop(t.add(low, span), end, span) as later:
             compute(later.index, part)
@@ -202,7 +206,8 @@ def _call_tile(t: Text, rows: Rows, at: _Place) -> None:
 
 
 def _emit_units(t: Text, shape: AttentionShape, together: int) -> None:
-    """`units(…)`: deals (group of neighbouring tokens, KV head) units round the team.
+    """`units(…)`: deals (group of neighbouring tokens, KV head) units round the team, head by head,
+    so that a head's keys and values stay in the cache.
 
     Later tokens have more to read: dealing round keeps the team level. Neighbours go through one
     tile when they are one run of one slot that starts and ends in the same spans.
@@ -215,8 +220,8 @@ def _emit_units(t: Text, shape: AttentionShape, together: int) -> None:
         groups = t.binary("arith.ceildivui", tokens, width)
         units = t.mul(groups, "%kv_heads")
         with t.loop("%tid", units, team) as unit:
-            group = t.binary("arith.divui", unit.index, "%kv_heads")
-            head = t.binary("arith.remui", unit.index, "%kv_heads")
+            group = t.binary("arith.remui", unit.index, groups)
+            head = t.binary("arith.divui", unit.index, groups)
             first = t.mul(group, width)
             end = t.binary("arith.minui", t.add(first, width), tokens)
 
@@ -241,7 +246,7 @@ def _emit_units(t: Text, shape: AttentionShape, together: int) -> None:
 
 def _is_run(t: Text, first: str, end: str, together: int) -> str:
     """Whether tokens first … first + together - 1 exist, are neighbours in one slot, and their
-    attention begins in one block and ends in one span."""
+    attention begins in one span and ends in one."""
     positions = step_word(t, StepWord.POSITIONS, "!llvm.ptr")
     slots = step_word(t, StepWord.SLOTS, "!llvm.ptr")
     enough = t.compare("eq", t.binary("arith.subi", end, first), t.constant(together))
@@ -260,22 +265,13 @@ def _is_run(t: Text, first: str, end: str, together: int) -> str:
             ):
                 same = t.binary("arith.andi", same, equal, "i1")
         last = t.add(start, t.constant(together - 1))
-        begins = [_first_position(t, p, "%window") for p in (start, last)]
-        for pair, size in ((begins, KV_BLOCK), ([start, last], KV_SPAN)):
-            parts = [t.binary("arith.divui", p, t.constant(size)) for p in pair]
+        begins = [first_position(t, p, "%window") for p in (start, last)]
+        for pair in (begins, [start, last]):
+            parts = [t.binary("arith.divui", p, t.constant(KV_SPAN)) for p in pair]
             same = t.binary("arith.andi", same, t.compare("eq", *parts), "i1")
         return [same]
 
     return t.choose(enough, checks, lambda: [t.op("arith.constant false")], ["i1"])[0]
-
-
-def _first_position(t: Text, last: str, window: str) -> str:
-    """The first position that a token at `last` sees: a window of w holds the token itself and
-    w - 1 before it; 0 means no window."""
-    zero = t.constant(0)
-    edge = t.add(t.binary("arith.subi", last, window), t.constant(1))
-    edge = t.binary("arith.maxsi", edge, zero)
-    return t.select(t.compare("eq", window, zero), zero, edge, "i64")
 
 
 def _emit_split(t: Text, target: Target, shape: AttentionShape, single: list[Rows]) -> None:
@@ -291,7 +287,7 @@ def _emit_split(t: Text, target: Target, shape: AttentionShape, single: list[Row
         pairs = t.mul(tokens, "%kv_heads")
 
         def spans_of(last: str) -> tuple[str, str]:
-            first = _first_position(t, last, "%window")
+            first = first_position(t, last, "%window")
             low = t.binary("arith.divui", first, span)
             return low, t.add(t.binary("arith.divui", last, span), one)
 
@@ -313,8 +309,11 @@ def _emit_split(t: Text, target: Target, shape: AttentionShape, single: list[Row
                 start = 0
                 for rows in single:
                     here = _from_head(t, shape, at, start)
-                    values = [here.q, "%ldq", at.keys, at.values, t.mul(number, span), at.last]
-                    values += ["%window", "%scale", "%softcap", here.slopes, state, "%scratch"]
+                    copied = [here.q, "%ldq", "%scale", "%softcap", "%scratch"]
+                    t.call(f"queries_{rows.name}", queries_args(copied))
+                    weights = t.gep("%scratch", rows.count * shape.query_stride)
+                    values = ["%scratch", at.keys, at.values, t.mul(number, span), at.last]
+                    values += ["%window", "%softcap", here.slopes, state, weights]
                     t.call(f"span_{rows.name}", span_args(values))
                     state = t.gep(state, state_bytes(target, shape, rows.count), "i8")
                     start += rows.heads

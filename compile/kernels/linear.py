@@ -37,9 +37,9 @@ PREFETCH_ROWS = 7
 
 def linear_scratch_bytes(target: Target, form: WeightFormat, depth: int) -> int:
     """Bytes of scratch per thread that the kernel needs for K = `depth`."""
-    blocks = -(-depth // most_depth(form, form.activation(target)))
+    blocks = -(-depth // most_depth(target, form, form.activation(target)))
     rows = max(BLOCK_TILES, blocks) * tile_rows(target, form)
-    each = row_bytes(form.activation(target))
+    each = row_bytes(target, form.activation(target))
     if form.registers(target).matrix:
         return matrix_scratch_bytes(target, BLOCK_TILES * tile_rows(target, form), each)
     return rows * each
