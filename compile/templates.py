@@ -12,7 +12,7 @@ from functools import partial
 from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.formats.base import panel_bytes
 from buddy_pipeline.compile.kernels import attention, embedding, experts, linear, top_k
-from buddy_pipeline.compile.kernels.attention_shape import AttentionShape
+from buddy_pipeline.compile.kernels.attention_shape import AttentionShape, partial_bytes
 from buddy_pipeline.compile.kernels.step import (
     declare_end_region,
     end_region,
@@ -175,7 +175,7 @@ class Draft:
     def partial(self, target: Target) -> int:
         """Bytes of one partial result of its attention."""
         shapes = [item.shape for item in self.items if isinstance(item, Attention)]
-        return max((attention.partial_bytes(target, shape) for shape in shapes), default=0)
+        return max((partial_bytes(target, shape) for shape in shapes), default=0)
 
     def libraries(self, target: Target) -> dict[str, Callable[[], str]]:
         """The kernel libraries that the template calls: symbol and emitter."""

@@ -13,7 +13,7 @@ from buddy_pipeline.compile.target import Target
 
 #: Rows × elements of the key dimension in one round of the inner loop, at least one element of each
 #: row: of a large tile's rounds LLVM would load more keys at once than there are registers.
-_UNROLL = 8
+_UNROLL = 4
 
 _QUERIES_ARGS = [
     ("q", "!llvm.ptr"),

@@ -107,3 +107,8 @@ def state_bytes(target: Target, shape: AttentionShape, rows: int) -> int:
 def span_scratch_bytes(shape: AttentionShape, rows: int) -> int:
     """Bytes that a span function needs beside its result: queries and weights of each row."""
     return rows * (shape.query_stride + WEIGHTS_STRIDE) * 4
+
+
+def partial_bytes(target: Target, shape: AttentionShape) -> int:
+    """Bytes of one span's partial result of one token and KV head."""
+    return sum(state_bytes(target, shape, rows.heads) for rows in token_parts(target, shape))
