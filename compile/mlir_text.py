@@ -181,12 +181,12 @@ class Text:
             f"llvm.store {value}, {pointer} {{alignment = {align} : i64}} : {kind}, !llvm.ptr"
         )
 
-    def prefetch(self, address: str, nearest: bool = False) -> None:
+    def prefetch(self, address: str, nearest: bool = False, write: bool = False) -> None:
         """Asks for the cache line at `address`, which need not be memory of ours: in the second
-        cache, or in the first with `nearest`."""
+        cache, or in the first with `nearest`; with `write` to store there."""
         self.line(
             f'"llvm.intr.prefetch"({address}) <{{cache = 1 : i32, hint = {3 if nearest else 2} : '
-            "i32, rw = 0 : i32}> : (!llvm.ptr) -> ()"
+            f"i32, rw = {int(write)} : i32}}> : (!llvm.ptr) -> ()"
         )
 
     def word(self, table: str, index: int, kind: str = "i64") -> str:

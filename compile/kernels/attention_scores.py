@@ -121,7 +121,7 @@ class _Scores:
         for low in range(0, shape.key, part):
             scales = self._key_scales(whole_block, inside, low // part, vectors)
             high = min(low + part, shape.key)
-            unroll = max(1, _UNROLL // self.rows.count)
+            unroll = max(1, _UNROLL // self.rows.count) if shape.element == "f32" else 1
             whole = low + (high - low) // unroll * unroll
             for begin, end, step in ((low, whole, unroll), (whole, high, 1)):
                 if begin < end:
