@@ -54,7 +54,10 @@ class _Values:
         t, shape = self.t, self.shape
         columns = shape.value_stride // self.lanes
         beside = 2 if shape.is_int8 else 1  # a weight, and a scale
-        width = (self.target.registers - beside) // (self.rows.count + 1)
+        free = self.target.registers - beside
+        width = free // (self.rows.count + 1)
+        if shape.element != "f32":  # LLVM has several under way as they are cached and widened
+            width = min(width, max(2, free // (self.rows.count + 3)))
         width = max(1, min(columns, width))
         whole = columns // width * width
         step = t.constant(width * self.lanes)
