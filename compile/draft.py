@@ -3,7 +3,7 @@
 import hashlib
 from dataclasses import dataclass, field
 
-from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
+from buddy_pipeline.compile.kernels.attention_shape import AttentionShape
 from buddy_pipeline.compile.manifest import KvLayer
 
 

@@ -23,7 +23,7 @@ from buddy_pipeline.compile.draft import (
 )
 from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.compile.islands import signature
-from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
+from buddy_pipeline.compile.kernels.attention_shape import AttentionShape
 from buddy_pipeline.compile.manifest import ROW_PAD, KvLayer, Value
 from buddy_pipeline.compile.node_weights import NodeWeights
 from buddy_pipeline.compile.target import Target

@@ -4,6 +4,9 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+#: Bytes.
+CACHE_LINE = 64
+
 
 class Text:
     """The lines of one MLIR module under construction.
@@ -177,6 +180,14 @@ class Text:
         """Stores `value` of type `kind`."""
         self.line(
             f"llvm.store {value}, {pointer} {{alignment = {align} : i64}} : {kind}, !llvm.ptr"
+        )
+
+    def prefetch(self, address: str, nearest: bool = False, write: bool = False) -> None:
+        """Asks for the cache line at `address`, which need not be memory of ours: in the second
+        cache, or in the first with `nearest`; with `write` to store there."""
+        self.line(
+            f'"llvm.intr.prefetch"({address}) <{{cache = 1 : i32, hint = {3 if nearest else 2} : '
+            f"i32, rw = {int(write)} : i32}}> : (!llvm.ptr) -> ()"
         )
 
     def word(self, table: str, index: int, kind: str = "i64") -> str:

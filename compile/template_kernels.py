@@ -18,6 +18,7 @@ from buddy_pipeline.compile.draft import (
 )
 from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.kernels import attention, embedding, experts, linear, top_k
+from buddy_pipeline.compile.kernels.attention_shape import partial_bytes
 from buddy_pipeline.compile.target import Target
 
 
@@ -66,7 +67,7 @@ def item_kernel(item: Item, target: Target) -> Kernel | None:
             attention.SIGNATURE,
             partial(attention.emit_attention, target, item.shape),
             scratch=attention.attention_scratch_bytes(target, item.shape),
-            partial=attention.partial_bytes(target, item.shape),
+            partial=partial_bytes(target, item.shape),
         )
     assert isinstance(item, Embedding)
     form = weight_format(item.form)

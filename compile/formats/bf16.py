@@ -95,7 +95,7 @@ class Bf16:
                 place: t.op(f"vector.bitcast {pair} : {words} to {halves}")
                 for place, pair in pairs.items()
             }
-            stride = row_bytes(self.activation(target))
+            stride = row_bytes(target, self.activation(target))
             return accumulate_pairs(t, target, shape, weights, inputs, accumulators, stride)
         low, high = {}, {}
         shift, mask = t.constant(16, words), t.constant(-65536, words)

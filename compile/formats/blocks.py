@@ -203,7 +203,7 @@ class BlockFormat(ABC):
         f, i = f"vector<{target.lanes}xf32>", f"vector<{target.lanes}xi32>"
         places = shape.places(target)
         chains = dict(zip(places, accumulators, strict=True))
-        stride = row_bytes(activation)
+        stride = row_bytes(target, activation)
 
         def spread(row: int, offset: int, element: str) -> str:
             """A word of a row's packed block in all lanes."""

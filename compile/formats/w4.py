@@ -127,7 +127,7 @@ class W4:
         """chain += scale · Σ (16 + code) · x - scale · (16 + zero) · Σ x."""
         activation = self.activation(target)
         assert isinstance(activation, SummedBf16)
-        vector, stride = f"vector<{target.lanes}xf32>", row_bytes(activation)
+        vector, stride = f"vector<{target.lanes}xf32>", row_bytes(target, activation)
         words = f"vector<{target.lanes}xi32>"
         mask, sixteens = t.constant(_MASK, words), t.constant(_SIXTEENS, words)
 

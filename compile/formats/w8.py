@@ -88,7 +88,7 @@ class W8:
         if not self._pairs(target):
             return accumulate(t, target, shape, at, inputs, accumulators)
         pairs = {place: _bf16_pair(t, lanes, at[0][place], at[1][place]) for place in at[0]}
-        stride = row_bytes(self.activation(target))
+        stride = row_bytes(target, self.activation(target))
         return accumulate_pairs(t, target, shape, pairs, inputs, accumulators, stride)
 
     def emit_values(

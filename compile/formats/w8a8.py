@@ -110,7 +110,7 @@ class W8A8:
         activation, dot = self.activation(target), integer_dot(target)
         assert isinstance(activation, Q8) and dot is not None
         f, i = f"vector<{target.lanes}xf32>", f"vector<{target.lanes}xi32>"
-        stride = row_bytes(activation)
+        stride = row_bytes(target, activation)
 
         def spread(row: int, offset: int, element: str) -> str:
             word = t.load(t.gep(inputs, row * stride + offset, "i8"), element)

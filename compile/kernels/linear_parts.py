@@ -12,13 +12,11 @@ from buddy_pipeline.compile.formats.base import (
     row_bytes,
     tile_rows,
 )
-from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.compile.mlir_text import CACHE_LINE, Text
 from buddy_pipeline.compile.target import Target
 
 #: Register tiles in one block of tokens; the packed block fills a fraction of L2.
 BLOCK_TILES = 9
-
-CACHE_LINE = 64
 
 #: Argument names and types of the kernel: activations and their row stride (elements), output and
 #: its row stride, packed weights, bias or null, sizes, thread id and team size, thread scratch.
@@ -62,9 +60,9 @@ class LinearParts:
         self.form = form
         self.row_unit = row_unit
         self.activation = form.activation(target)
-        self.row_bytes = row_bytes(self.activation)
+        self.row_bytes = row_bytes(target, self.activation)
         self.tile_rows = tile_rows(target, form)
-        self.most_depth = most_depth(form, self.activation)
+        self.most_depth = most_depth(target, form, self.activation)
         self.vector = f"vector<{target.lanes}xf32>"
 
     def emit_copy_rows(self) -> None:
@@ -84,11 +82,7 @@ class LinearParts:
     def prefetch(self, address: str, size: int) -> None:
         """Asks memory, which would otherwise idle, for `size` bytes of weights that come later."""
         for line in range(0, size, CACHE_LINE):
-            place = self.t.gep(address, line, "i8")
-            self.t.line(
-                f'"llvm.intr.prefetch"({place}) <{{cache = 1 : i32, hint = 2 : i32, rw = 0 : i32}}>'
-                " : (!llvm.ptr) -> ()"
-            )
+            self.t.prefetch(self.t.gep(address, line, "i8"))
 
     def panel_bytes(self) -> str:
         """Bytes of one panel of this matrix."""

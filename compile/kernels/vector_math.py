@@ -30,7 +30,7 @@ def exp(t: Text, x: str, lanes: Lanes) -> str:
     f, i = lanes.of("f32"), lanes.of("i32")
     low, high = t.constant(-87.3365478515625, f), t.constant(88.72283172607422, f)
     clamped = _clamp(t, x, low, high, f)
-    n = _round(t, t.binary("arith.mulf", clamped, t.constant(1.4426950408889634, f), f), f)
+    n = _round(t, t.binary("arith.mulf", clamped, t.constant(LOG2_E, f), f), f)
     y = _exp_polynomial(t, n, clamped, f)
     # 2**n in two factors, so that n = 128 does not leave the exponent's range.
     whole = t.op(f"arith.fptosi {n} : {f} to {i}")
@@ -43,23 +43,24 @@ def exp(t: Text, x: str, lanes: Lanes) -> str:
     return _where(t, "uno", x, x, x, y, f)
 
 
-def exp_of_difference(t: Text, x: str, lanes: Lanes) -> str:
-    """e**x for x ≤ 0 or -∞, as a softmax needs it: half the operations of `exp`.
+def exp2_of_difference(t: Text, x: str, lanes: Lanes) -> str:
+    """2**x for x ≤ 0 or -∞, as a softmax needs it: half the operations of `exp`.
 
-    Below -87.3 the result is e**-87.3, about 1e-38, instead of less; NaN stays NaN. The rounding
-    of x / ln 2 happens in an addition of 1.5·2²³ + 127, which leaves the biased exponent of the
-    power of two in the low bits.
+    0 below -126.5 (and 1 at 0, exactly); NaN stays NaN. x = n + r with |r| ≤ 1/2: the rounding
+    happens in an addition of 1.5·2²³ + 127, which leaves the biased exponent of 2**n in the low
+    bits. 2**r is 1 + a polynomial in r without constant term, of least relative error (1e-7).
     """
     f, i = lanes.of("f32"), lanes.of("i32")
     magic = t.constant(12583039.0, f)
-    c = maximum(t, t.constant(-87.3365478515625, f), x, f)
-    shifted = _fma(t, c, t.constant(1.4426950408889634, f), magic, f)
-    n = t.binary("arith.subf", shifted, magic, f)
+    # At -127 the biased exponent is 0, and with it the power of two.
+    c = maximum(t, t.constant(-127.0, f), x, f)
+    shifted = t.binary("arith.addf", c, magic, f)
+    r = t.binary("arith.subf", c, t.binary("arith.subf", shifted, magic, f), f)
     bits = t.op(f"arith.bitcast {shifted} : {f} to {i}")
     bits = t.binary("arith.shli", bits, t.constant(23, i), i)
     power = t.op(f"arith.bitcast {bits} : {i} to {f}")
     # A product, not a sum of bits: that would make numbers of some NaNs.
-    return t.binary("arith.mulf", _exp_polynomial(t, n, c, f), power, f)
+    return t.binary("arith.mulf", _polynomial(t, r, _EXP2, f), power, f)
 
 
 def _exp_polynomial(t: Text, n: str, x: str, f: str) -> str:
@@ -164,6 +165,7 @@ def reduce_vector(t: Text, vector: str, lanes: int, combine: str) -> str:
     return vector
 
 
+LOG2_E = 1.4426950408889634
 #: 1.5 · 2²³: adding it rounds a small float to an integer and leaves that in its low bits.
 INTEGER_MAGIC = 12582912.0
 #: A block whose largest value is below this is taken for zeros: 127 over it would overflow.
@@ -208,6 +210,14 @@ def narrowed(t: Text, x: str, element: str, lanes: Lanes, target: Target) -> str
     return t.op(f"arith.bitcast {upper} : {half} to {narrow}")
 
 
+_EXP2 = (
+    1.0,
+    0.6931470036506653,
+    0.24022242426872253,
+    0.05550733581185341,
+    0.009671512991189957,
+    0.001326472731307149,
+)
 _TANH_TOP = (
     4.89352455891786e-03,
     6.37261928875436e-04,

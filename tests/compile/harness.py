@@ -18,7 +18,7 @@ from buddy_pipeline.compile.formats import FORMATS, WeightFormat
 from buddy_pipeline.compile.formats.base import panel_bytes
 from buddy_pipeline.compile.host_features import host_features
 from buddy_pipeline.compile.kernels import attention, driver, embedding, experts, linear, top_k
-from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
+from buddy_pipeline.compile.kernels.attention_shape import AttentionShape, partial_bytes
 from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.lowering import lower_kernel
 from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SPAN, SPLIT_UNITS, KvLayer, StepWord
@@ -363,7 +363,7 @@ class Attending:
         kinds = tuple(kind for _, kind in attention.SIGNATURE)
         self._kernel = load(_attention_text(target, shape), shape.name, target, kinds)
         self._scratch_bytes = attention.attention_scratch_bytes(target, shape)
-        self._partial_bytes = attention.partial_bytes(target, shape)
+        self._partial_bytes = partial_bytes(target, shape)
         layer = KvLayer(kv_heads, shape.key, shape.value, shape.cache)
         self.cache = KvCache([KvLayer(1, 3, 5, shape.cache), layer], slots, context)
         self.capacity = -(-context // KV_BLOCK) * KV_BLOCK

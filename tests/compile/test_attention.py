@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buddy_pipeline.compile.kernels.attention_parts import AttentionShape
+from buddy_pipeline.compile.kernels.attention_shape import AttentionShape
 from buddy_pipeline.compile.target import Target
 from tests.compile.harness import Attending, assert_same_bits, host, rounded, runnable_targets
 
