@@ -30,10 +30,11 @@ def verify_command(settings: VerifySettings) -> int:
     is asked for, logits are what they should be."""
     if settings.report is not None:
         check_writable("--report", settings.report)
+    if settings.build_dir is None:
+        layer_splitter(settings.strategy, "")  # before there is even a cache
     cache = Cache.open(settings.cache_dir)
     if settings.build_dir is not None:
         return _verify_directory(BuildDirectory(settings.build_dir), settings, cache)
-    layer_splitter(settings.strategy, "")  # before anything is compiled
     resolved = resolve_model(settings)  # only the logits need weights
     granularity = Granularity(settings.strategy)
     ranges = layer_ranges(resolved.layers, settings.world, settings.split)
