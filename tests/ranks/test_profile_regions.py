@@ -72,14 +72,15 @@ def test_each_region_takes_at_least_its_work_of_the_last_thread(made: MadeStage)
 
 
 def test_threads_wait_for_the_one_with_most_to_do(made: MadeStage) -> None:
-    times = profiled(made)
+    """In the round that was disturbed least: a busy machine may stop the other thread longest."""
+    rounds = [profiled(made) for _ in range(10)]
     if made.stage.threads == 1:
-        assert times.waits == times.first_waits
-        assert times.waits < times.in_regions / 10
+        assert all(times.waits == times.first_waits for times in rounds)
+        assert min(times.waits / times.in_regions for times in rounds) < 1 / 10
     else:
         # Thread 0 has the least work of all and waits for that of the others.
-        assert times.first_waits > times.in_regions / 3
-        assert times.waits > times.first_waits
+        assert max(times.first_waits / times.in_regions for times in rounds) > 1 / 3
+        assert all(times.waits > times.first_waits for times in rounds)
 
 
 def test_the_sums_are_the_wall_time_of_a_step_within_2_percent() -> None:
