@@ -20,8 +20,9 @@ from buddy_pipeline.ranks.error_lines import (
     describe,
     print_error,
 )
+from buddy_pipeline.ranks.mpi_launcher import detect_launcher
 from buddy_pipeline.ranks.waiting import IDLE
-from buddy_pipeline.ranks.world import World, detect_launcher
+from buddy_pipeline.ranks.world import World
 
 # One byte that says whether the rank failed, then its message, cut to fit.
 _REPORT_BYTES = 4096
