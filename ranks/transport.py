@@ -14,21 +14,28 @@ copies without the sender's help, it cost a prefill 11 %; over TCP it gained at 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from buddy_pipeline.ranks.messages import Bounds, Kind, ProtocolError, Step, StepBuffer
-from buddy_pipeline.ranks.roll_call import RollCall, answer
+from buddy_pipeline.ranks.roll_call import Attendance, RollCall, check_threads
 from buddy_pipeline.ranks.waiting import EXCLUSIVE, SHARED, sharpen_sleep
 from buddy_pipeline.ranks.world import World
 
 _TAG = 1
 _RECEIVE_BUFFERS = 2  # one that the stage works on, one that the next message arrives in
 _SEND_BUFFERS = 2  # one on its way, one that the stage writes
-_GRACE_S = 2.0  # a rank's watchdog looks up to a second late
+_LOOKS_S = 0.5  # how often rank 0, while it waits, looks whether everyone has answered
 
 
-class SilentRank(Exception):
-    """A rank has not answered rank 0 for too long."""
+def buffers_of(rank: int, world: int, in_flight: int) -> tuple[int, int]:
+    """Buffers of a rank for messages that arrive and for those that leave.
+
+    Rank 0 never waits to send: besides the steps, one control message may be under way. Alone it
+    receives what it sent.
+    """
+    receive = _RECEIVE_BUFFERS if world > 1 else 0
+    return receive, in_flight + 1 if rank == 0 else _SEND_BUFFERS
 
 
 class Transport:
@@ -38,7 +45,7 @@ class Transport:
     input_bytes, output_bytes: payload a token of the messages that arrive and that leave.
     bounds: what a received step may refer to.
     in_flight: steps that rank 0 may start before it must receive the oldest.
-    step_timeout_s: rank 0 asks after the other ranks when it waits longer; None never does.
+    step_timeout_s: a rank that is not heard for longer ends the job; None waits for ever.
 
     A Step returned by `receive` is valid until the next `receive`; one returned by `begin` or
     `carry_on` until it is sent.
@@ -64,38 +71,42 @@ class Transport:
         self._source = (world.rank + 1) % world.world
         self._target = (world.rank - 1) % world.world
         self._bounds = bounds
-        self._step_timeout_s = step_timeout_s
-        self._roll_call = RollCall(self._comm) if step_timeout_s and world.rank == 0 else None
-        self._answers = bool(step_timeout_s) and world.rank != 0
+        self._roll_call: RollCall | None = None
+        self._attendance: Attendance | None = None
         self._patience = EXCLUSIVE if world.cores.exclusive else SHARED
         sharpen_sleep()
 
         control_bytes = 8 * world.world  # PEAK_MEMORY: one word a rank
-        # Rank 0 never waits to send: besides the steps, one control message may be under way.
-        send_buffers = in_flight + 1 if world.rank == 0 else _SEND_BUFFERS
+        receive_buffers, send_buffers = buffers_of(world.rank, world.world, in_flight)
 
         def parcels(count: int, bytes_per_token: int) -> list[_Parcel]:
             sizes = (max_tokens, max_rows, bytes_per_token, control_bytes, max_changes)
             return [_Parcel(StepBuffer(*sizes)) for _ in range(count)]
 
-        self._incoming = parcels(_RECEIVE_BUFFERS, input_bytes)
+        self._incoming = parcels(receive_buffers, input_bytes)
         self._outgoing = parcels(send_buffers, output_bytes)
         self._received = 0
         self._sent = 0
         self._status = MPI.Status()
         self._pending: Any = self._post_receive(self._incoming[0])
+        if step_timeout_s is not None:
+            check_threads(MPI)
+            if world.rank == 0:
+                self._roll_call = RollCall(self._comm, step_timeout_s)
+            else:
+                self._attendance = Attendance(self._comm, step_timeout_s)
 
     def receive(self) -> Step:
         """Wait for the next message, check it and return it, the receive of its successor posted.
 
         Raises ProtocolError for a malformed message or one out of order, SilentRank if a rank is
-        stopped or out of reach, MPI.Exception if the MPI library reports that the neighbour is
-        gone.
+        stopped or out of reach (as do all methods that wait), MPI.Exception if the MPI library
+        reports that the neighbour is gone.
         """
         if self._pending is None:
             raise ProtocolError("receive after STOP: no message follows it")
         try:
-            self._await(self._pending)
+            self._until(lambda: self._pending.Test(self._status))
         except self._mpi.Exception as error:
             if error.Get_error_class() != self._mpi.ERR_TRUNCATE:
                 raise
@@ -141,6 +152,8 @@ class Transport:
         """Wait until everything sent has left; call after STOP was received."""
         for parcel in (*self._incoming, *self._outgoing):
             self._settle(parcel)
+        if self._roll_call is not None:
+            self._roll_call.close()
 
     def _free_buffer(self) -> StepBuffer:
         parcel = self._outgoing[self._sent % len(self._outgoing)]
@@ -156,47 +169,24 @@ class Transport:
 
     def _settle(self, parcel: _Parcel) -> None:
         if parcel.request is not None:
-            self._wait(parcel.request)
+            self._until(parcel.request.Test)
             parcel.request = None
 
-    def _await(self, request: Any) -> None:
-        """Wait for a message, answering and, on rank 0, asking whether everyone still runs."""
-        if self._answers:
-            answer(self._comm)
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Wait, answering rank 0's calls: also a send may wait for the rank that is asked after."""
+        attendance = self._attendance
+        if attendance is not None:
 
-        def arrived() -> bool:
-            if self._answers:
-                answer(self._comm)
-            return request.Test(self._status)
+            def done_here() -> bool:
+                attendance.poll()
+                return done()
 
-        if self._roll_call is None or self._step_timeout_s is None:
-            self._patience.until(arrived)
-            return
-        while not self._patience.until(arrived, self._step_timeout_s):
-            self._roll_call.ask()
-            # In this time a rank that computes gets to its next message, or its watchdog ends it.
-            if self._patience.until(self._all_there, self._step_timeout_s + _GRACE_S):
-                continue
-            ranks, world = self._roll_call.silent(), self._comm.Get_size()
-            raise SilentRank(
-                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {world} "
-                f"{'have' if len(ranks) > 1 else 'has'} not answered for "
-                f"{self._step_timeout_s + _GRACE_S:g} s (--step-timeout): stopped or out of reach"
-            )
-
-    def _all_there(self) -> bool:
-        assert self._roll_call is not None
-        return not self._roll_call.silent()
-
-    def _wait(self, request: Any) -> None:
-        """Wait for a send, answering: its receiver may be the rank that is asked after."""
-
-        def sent() -> bool:
-            if self._answers:
-                answer(self._comm)
-            return request.Test(self._status)
-
-        self._patience.until(sent)
+            self._patience.until(done_here)
+        elif self._roll_call is not None:
+            while not self._patience.until(done, _LOOKS_S):
+                self._roll_call.check()
+        else:
+            self._patience.until(done)
 
 
 class _Parcel:
@@ -213,10 +203,9 @@ class Loopback:
     def __init__(
         self, max_tokens: int, max_rows: int, *, max_changes: int, in_flight: int = 1
     ) -> None:
-        # Besides the steps, one control message may be under way.
         self._buffers = [
             StepBuffer(max_tokens, max_rows, 0, max_changes=max_changes)
-            for _ in range(in_flight + 1)
+            for _ in range(buffers_of(0, 1, in_flight)[1])
         ]
         self._sent = 0
         self._steps: deque[Step] = deque()
