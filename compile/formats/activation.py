@@ -1,4 +1,4 @@
-"""How a linear's activations are packed for its tiles: as f32 or bf16 here, as blocks of integers in
+"""How a linear's activations are packed for its tiles: as f32 or bf16 here, as integers in
 `integer_activation`.
 
 Rows are packed once for all panels, a block over K at a time. An element's packed form depends

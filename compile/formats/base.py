@@ -18,6 +18,11 @@ ROW_PADDING = 64
 _BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 #: Rows of one tile of the matrix unit, and pairs of k.
 MATRIX_ROWS = 16
+#: Bytes ahead of what they read that tiles of few tokens ask memory for, if they multiply integers:
+#: a block of these keeps the CPU busy for longer than it looks ahead by itself.
+_AHEAD = 1024
+_AHEAD_ROWS = 3
+_CACHE_LINE = 64
 #: Panels that a tile of few tokens takes at once at most: enough independent chains to hide the
 #: latency of the multiply-add, and several streams from memory.
 _MOST_PANELS = 4
@@ -169,6 +174,28 @@ def panels_for(target: Target, form: WeightFormat, rows: int) -> int:
     use, vectors = form.registers(target), target.panel_vectors
     each = vectors * (rows * (1 + use.temporaries) + use.panel)
     return max(1, min(_MOST_PANELS, (target.registers - use.shared) // each))
+
+
+def prefetch(t: Text, address: str, size: int) -> None:
+    """Asks memory for `size` bytes of weights that come later."""
+    for line in range(0, size, _CACHE_LINE):
+        place = t.gep(address, line, "i8")
+        t.line(
+            f'"llvm.intr.prefetch"({place}) <{{cache = 1 : i32, hint = 2 : i32, rw = 0 : i32}}>'
+            " : (!llvm.ptr) -> ()"
+        )
+
+
+def prefetch_ahead(
+    t: Text, target: Target, form: WeightFormat, shape: TileShape, bases: list[str], size: int
+) -> None:
+    """Asks for what a tile of few tokens reads soon after the `size` bytes at each of `bases`.
+
+    Largest tiles are those of many tokens, whose weights lie in cache.
+    """
+    if shape.rows <= _AHEAD_ROWS and shape.rows < tile_rows(target, form):
+        for base in bases:
+            prefetch(t, t.gep(base, _AHEAD, "i8"), size)
 
 
 def accumulate(

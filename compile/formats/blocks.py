@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from buddy_pipeline.compile.formats.activation import Activation, Plain
-from buddy_pipeline.compile.formats.base import RegisterUse, TileShape, accumulate
+from buddy_pipeline.compile.formats.base import RegisterUse, TileShape, accumulate, prefetch_ahead
 from buddy_pipeline.compile.formats.block_column import Column, groups_of_run
 from buddy_pipeline.compile.formats.block_dot import BlockDot
 from buddy_pipeline.compile.formats.block_layout import (
@@ -175,9 +175,13 @@ class BlockFormat(ABC):
             ]
             step = BLOCK // activation.block * activation.block_bytes
             at = t.gep(inputs, t.mul(number, t.constant(step)), "i8")
-            is_integer = isinstance(activation, IntegerBlocks)
-            emit = self._emit_dots if is_integer else self._emit_products
-            return emit(t, target, shape, columns, at, chains)
+            if not isinstance(activation, IntegerBlocks):
+                return self._emit_products(t, target, shape, columns, at, chains)
+            offset = t.mul(number, t.constant(self._block_bytes(target.panel)))
+            here = [t.gep(base, offset, "i8") for base in bases]
+            size = self.unit_bytes(target.panel) // self.blocks
+            prefetch_ahead(t, target, self, shape, here, size)
+            return self._emit_dots(t, target, shape, columns, at, chains)
 
         if self.blocks == 1:
             return block(t.constant(0), accumulators)
@@ -265,18 +269,20 @@ class BlockFormat(ABC):
     def emit_values(
         self, t: Text, target: Target, base: str, lane: str, out: str, left: str
     ) -> None:
-        """See `WeightFormat.emit_values`; rows are whole units."""
+        """See `WeightFormat.emit_values`; a row may end inside a unit."""
         with t.loop(t.constant(0), t.constant(self.blocks), t.constant(1)) as block:
             column = self._column(t, target, base, block.index, 0).output(lane)
-            to = t.gep(out, t.mul(block.index, t.constant(BLOCK)))
+            first = t.mul(block.index, t.constant(BLOCK))
             minimum = self._minimum(column)
             for run in range(self.runs):
                 scale = self.emit_scale(column, run)
                 with self._groups(t, run) as groups:
                     values = self._values(column, groups.index, scale, minimum)
-                    place = t.gep(to, t.mul(groups.index, t.constant(GROUP)))
+                    group = t.add(first, t.mul(groups.index, t.constant(GROUP)))
                     for k, value in enumerate(values):
-                        t.store(value, t.gep(place, k), "f32")
+                        element = t.add(group, t.constant(k))
+                        with t.when(t.compare("ugt", left, element)):
+                            t.store(value, t.gep(out, element), "f32")
 
     def _groups(
         self, t: Text, run: int, carried: Sequence[tuple[str, str]] = ()

@@ -17,6 +17,7 @@ from buddy_pipeline.compile.formats.base import (
     TileShape,
     accumulate,
     interleave,
+    prefetch_ahead,
 )
 from buddy_pipeline.compile.formats.block_column import Column
 from buddy_pipeline.compile.formats.block_dot import BlockDot
@@ -87,6 +88,7 @@ class W8A8:
             for base in bases
         ]
         if isinstance(self.activation(target), IntegerBlocks):
+            prefetch_ahead(t, target, self, shape, bases, self.unit_bytes(target.panel))
             return self._dots(t, target, shape, columns, inputs, accumulators)
         for group in range(GROUPS):
             weights: list[dict[tuple[int, int], str]] = [{} for _ in range(GROUP)]

@@ -16,6 +16,7 @@ from buddy_pipeline.compile.formats.base import (
     activation_bytes,
     most_depth,
     panels_for,
+    prefetch,
     row_bytes,
     tile_rows,
 )
@@ -31,8 +32,8 @@ from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
-#: Tiles of this many rows or more have time to fetch the next panel beside their own work.
-PREFETCH_ROWS = 7
+#: Tiles that multiply each weight so often have time to fetch the next panel beside their own work.
+PREFETCH_PRODUCTS = 7
 
 
 def linear_scratch_bytes(target: Target, form: WeightFormat, depth: int) -> int:
@@ -119,14 +120,15 @@ class _Linear(LinearParts):
                 panels.append(t.gep(panels[-1], "%wstride", "i8"))
             outputs = [t.gep(rows[r], p * target.panel + v * lanes) for r, p, v in places]
             start = self._start(shape, outputs)
+            products = shape.rows * max(1, form.registers(target).temporaries)
 
             def steps(number: str, accumulators: list[str], count: int) -> list[str]:
                 """`count` units of every chain, from unit `number` on."""
                 offset = t.mul(number, t.constant(unit_bytes))
                 inputs = t.gep("%a", t.mul(number, t.constant(unit_inputs)), "i8")
                 bases = [t.gep(panel, offset, "i8") for panel in panels]
-                if shape.rows >= PREFETCH_ROWS and shape.panels == 1:
-                    self.prefetch(t.gep(bases[0], "%wstride", "i8"), count * unit_bytes)
+                if products >= PREFETCH_PRODUCTS and shape.panels == 1:
+                    prefetch(t, t.gep(bases[0], "%wstride", "i8"), count * unit_bytes)
                 for step in range(count):
                     accumulators = form.emit_unit(
                         t,

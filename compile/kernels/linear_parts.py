@@ -18,8 +18,6 @@ from buddy_pipeline.compile.target import Target
 #: Register tiles in one block of tokens; the packed block fills a fraction of L2.
 BLOCK_TILES = 9
 
-CACHE_LINE = 64
-
 #: Argument names and types of the kernel: activations and their row stride (elements), output and
 #: its row stride, packed weights, bias or null, sizes, thread id and team size, thread scratch.
 SIGNATURE = [
@@ -80,15 +78,6 @@ class LinearParts:
                 to = t.gep("%to", t.mul(row.index, t.constant(self.row_bytes)), "i8")
                 self.activation.emit_row(t, self.target, source, to, "%depth", end)
             t.line("return")
-
-    def prefetch(self, address: str, size: int) -> None:
-        """Asks memory, which would otherwise idle, for `size` bytes of weights that come later."""
-        for line in range(0, size, CACHE_LINE):
-            place = self.t.gep(address, line, "i8")
-            self.t.line(
-                f'"llvm.intr.prefetch"({place}) <{{cache = 1 : i32, hint = 2 : i32, rw = 0 : i32}}>'
-                " : (!llvm.ptr) -> ()"
-            )
 
     def panel_bytes(self) -> str:
         """Bytes of one panel of this matrix."""
