@@ -192,6 +192,23 @@ def test_the_largest_sums_do_not_overflow(target: Target, form: str) -> None:
     assert (np.abs(got - exact) <= allowed).all()
 
 
+@on_each_target
+@pytest.mark.parametrize("form", ["q8_0", "q8_0_a16", "q8_0_exact"])
+@pytest.mark.parametrize("depth", [1, 30, 45, 100])
+def test_rows_may_end_inside_a_block(target: Target, form: str, depth: int) -> None:
+    """A table of any width that is also the head's matrix: looked up and multiplied with."""
+    weight = np.random.default_rng(depth).standard_normal((40, depth), np.float32)
+    rows = FORMATS[form].from_f32(weight)
+    values = FORMATS[form].reference(rows)[:, :depth]
+    ids = np.array([3, 39, 0], np.int64)
+    assert_same_bits(run_embedding_rows(target, ids, rows, depth, 2, form), values[ids])
+    x = np.random.default_rng(0).standard_normal((5, depth), np.float32)
+    got = run_linear_rows(target, x, rows, None, 2, form)
+    packed = FORMATS[form].activation(target).reference(x).astype(np.float64)
+    size = np.abs(packed) @ np.abs(values).T
+    assert (np.abs(got - packed @ values.T.astype(np.float64)) <= 2 * depth * ROUNDOFF * size).all()
+
+
 EACH_WAY = [
     IntegerBlocks(parts, bias, scaled, run)
     for parts in (1, 2)
