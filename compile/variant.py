@@ -63,10 +63,10 @@ VARIANTS = {
         Variant("bf16", "bf16", "bf16", "bf16", "bf16"),
         Variant("f16", "f16", "f16", "f16", "f16"),
         Variant("w8a32", "w8a32", "q8_0_exact", "f32", "f32"),
-        Variant("w8a16", "w8a16", "q8_0_exact", "bf16", "bf16"),
-        Variant("w8a8", "w8a8", "q8_0", "bf16", "bf16"),
-        Variant("w4a16", "w4g32", "q8_0_exact", "bf16", "bf16"),
-        Variant("w4a16-g128", "w4g128", "q8_0_exact", "bf16", "bf16"),
+        Variant("w8a16", "w8a16", "q8_0_a16", "bf16", "bf16"),
+        Variant("w8a8", "w8a8", "q8_0_a16", "bf16", "bf16"),
+        Variant("w4a16", "w4g32", "q8_0_a16", "bf16", "bf16"),
+        Variant("w4a16-g128", "w4g128", "q8_0_a16", "bf16", "bf16"),
         # What a file lacks is missed when weights are read.
         Variant(GGUF, "f32", "f32", "f32", "f16"),
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from buddy_pipeline.compile.formats import elements_a_byte
 from buddy_pipeline.compile.variant import Variant
+from buddy_pipeline.launcher.module_roles import HEADS, POSITION_TABLES, TOKEN_TABLES, module_of
 from buddy_pipeline.launcher.spec import Spec, WeightsOverride
 from buddy_pipeline.partition.errors import UserError
 
@@ -22,10 +23,6 @@ if TYPE_CHECKING:
 
 _LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "opt"})
 """Values of `model_type` whose models add learned position embeddings and rotate nothing."""
-
-_TOKEN_TABLES = frozenset({"embed_tokens", "embed_in", "word_embeddings", "wte"})
-"""Modules whose matrix is looked up by token, and multiplied with where the head is tied."""
-_POSITION_TABLES = frozenset({"embed_positions", "wpe"})
 
 
 @dataclass(frozen=True)
@@ -149,9 +146,9 @@ def _linears(checkpoint: Checkpoint, biased: bool) -> list[tuple[tuple[int, ...]
         if len(info.shape) != 2 or not name.endswith(".weight"):
             continue
         bias = checkpoint.tensors.get(name.removesuffix("weight") + "bias")
-        module = name.split(".")[-2]
-        looked_up = module in _POSITION_TABLES or (module in _TOKEN_TABLES and not tied)
-        if looked_up or (tied and module == "lm_head") or (bias is not None and not biased):
+        module = module_of(name)
+        looked_up = module in POSITION_TABLES or (module in TOKEN_TABLES and not tied)
+        if looked_up or (tied and module in HEADS) or (bias is not None and not biased):
             continue
         outputs = info.shape[0] if bias is None else bias.shape[0]
         found.append((info.shape, outputs))

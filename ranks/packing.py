@@ -122,7 +122,7 @@ def outputs_reader(
     checkpoint keeps them where it can, else by way of f32. `matrix` is which of a stack."""
     before = matrix * part.rows  # outputs of the stack
     if form.source in ROW_FORMATS and checkpoint.has_records(name, form.source):
-        return lambda low, high: checkpoint.records(name, low, high)
+        return lambda low, high: checkpoint.records(name, before + low, before + high)
     is_kept = checkpoint.tensors[name].dtype == form.source.upper()
     if is_kept and checkpoint.keeps_outputs(name, part.transposed):
         kind = _STORED.get(form.source, np.uint8)

@@ -1,6 +1,7 @@
 """Quantising a checkpoint ahead of time, tensor by tensor, into a directory of shards.
 
-Never more than a piece of a matrix is in memory (a matrix stored as [inputs, outputs]: that one).
+Never more than a piece of a matrix is in memory (a matrix stored as [inputs, outputs], alone or in
+a stack: that one).
 A shard appears whole or not at all, and `quantization.json` last of all, so that what was
 interrupted can neither be taken for a model nor is it lost: the shards that are there are kept.
 """
@@ -62,7 +63,7 @@ class _Plain:
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix that is quantised."""
+    """A matrix that is quantised, or a stack of them."""
 
     name: str
     part: WeightPart
@@ -75,8 +76,9 @@ class _Matrix:
 
     def entries(self) -> list[Entry]:
         fields = self.rows.fields(self.part.columns).items()
+        outputs = self.part.matrices * self.part.rows
         return [
-            Entry(field_name(self.name, field), FIELD_DTYPES[dtype.name], (self.part.rows, count))
+            Entry(field_name(self.name, field), FIELD_DTYPES[dtype.name], (outputs, count))
             for field, (dtype, count) in fields
         ]
 
@@ -176,11 +178,6 @@ def _tensors(checkpoint: Checkpoint, parameter: Parameter, part: WeightPart) -> 
         info = checkpoint.expect(*part.weight, shape=part.shape)
         source = weight_format(parameter.form).source
         if parameter.layout == "panels" and source in ROW_FORMATS:
-            if part.is_stack:
-                raise UserError(
-                    f"tensor '{info.name}' is a stack of experts, which quantize cannot write: run"
-                    " the model itself with --variant, which quantises while it loads"
-                )
             yield _Matrix(info.name, part, source, parameter.form)
         else:
             yield _Plain(info.name, info.shape, info.dtype if info.dtype in _KEPT else "F32")
@@ -277,13 +274,15 @@ def _write_matrix(
     checkpoint: Checkpoint, writer: SafetensorsWriter, matrix: _Matrix, progress: Progress
 ) -> None:
     part = matrix.part
-    outputs = outputs_reader(weight_format(matrix.weights), part, matrix.name, checkpoint)
-    step = max(1, _PIECE // part.columns)
-    for first in range(0, part.rows, step):
-        records = outputs(first, min(first + step, part.rows))
-        for field, values in split_records(matrix.rows, records).items():
-            writer.write(field_name(matrix.name, field), first, values)
-        progress(records.nbytes)
+    form, step = weight_format(matrix.weights), max(1, _PIECE // part.columns)
+    for number in range(part.matrices):
+        outputs = outputs_reader(form, part, matrix.name, checkpoint, number)
+        for first in range(0, part.rows, step):
+            records = outputs(first, min(first + step, part.rows))
+            for field, values in split_records(matrix.rows, records).items():
+                name = field_name(matrix.name, field)
+                writer.write(name, number * part.rows + first, values)
+            progress(records.nbytes)
 
 
 def _write_plain(

@@ -6,7 +6,7 @@ into numbers in registers (MLIR text). Nothing else in the code asks which forma
 
 from buddy_pipeline.compile.formats.base import WeightFormat
 from buddy_pipeline.compile.formats.bf16 import Bf16
-from buddy_pipeline.compile.formats.blocks import BlockFormat
+from buddy_pipeline.compile.formats.blocks import ACTIVATION_SUFFIXES, BlockFormat
 from buddy_pipeline.compile.formats.f16 import F16
 from buddy_pipeline.compile.formats.f32 import F32
 from buddy_pipeline.compile.formats.q4_0 import Q4_0
@@ -22,8 +22,8 @@ from buddy_pipeline.compile.formats.w4 import W4
 from buddy_pipeline.compile.formats.w8 import W8
 from buddy_pipeline.compile.formats.w8a8 import W8A8
 
-#: GGUF's block formats. Each exists twice: "q8_0_exact" reads the same packed memory and keeps
-#: activations in f32.
+#: GGUF's block formats. Each exists three times, on the same packed memory: "q8_0" with activations
+#: of 8 bits, "q8_0_a16" with 16, "q8_0_exact" with f32.
 _BLOCK_FORMATS: tuple[type[BlockFormat], ...] = (
     Q4_0,
     Q4_1,
@@ -35,7 +35,7 @@ _BLOCK_FORMATS: tuple[type[BlockFormat], ...] = (
     Q6_K,
 )
 _ALL: list[WeightFormat] = [F32(), Bf16(), Bf16(exact=True), F16()]
-_ALL += [kind(exact) for kind in _BLOCK_FORMATS for exact in (False, True)]
+_ALL += [kind(bits) for kind in _BLOCK_FORMATS for bits in ACTIVATION_SUFFIXES]
 _ALL += [W8("w8a32"), W8("w8a16"), W8A8(), W4(32), W4(128)]
 
 FORMATS: dict[str, WeightFormat] = {form.name: form for form in _ALL}
@@ -47,10 +47,18 @@ def elements_a_byte(name: str) -> int:
     return 8 // ROW_FORMATS[source].bits if source in ROW_FORMATS else 1
 
 
-def gguf_format(kind: str, exact: bool) -> str:
-    """The format that computes on a GGUF type, such as "Q4_K", as it is; with `exact` the one that
-    leaves activations in f32."""
+def gguf_format(kind: str, exact: bool, is_sensitive: bool) -> str:
+    """The format that computes on a GGUF type, such as "Q4_K", as it is.
+
+    With `exact` activations stay in f32. Else integer types take them in 8 bits, but in 16 where
+    the matrix is sensitive to what its inputs lose, or keeps 8 bits itself, so that less is lost by
+    the file than would be by its activations.
+    """
     name = kind.lower()
+    form = FORMATS.get(name)
+    if isinstance(form, BlockFormat):
+        bits = 32 if exact else 16 if is_sensitive or form.bits >= 8 else 8
+        return name + ACTIVATION_SUFFIXES[bits]
     return f"{name}_exact" if exact and f"{name}_exact" in FORMATS else name
 
 

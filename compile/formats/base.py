@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 
 from buddy_pipeline.compile.formats.activation import Activation, Plain
-from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.compile.mlir_text import CACHE_LINE, Text
 from buddy_pipeline.compile.target import Target
 
 #: Bytes of one packed activation row in a cache block over K, by the lanes of a vector: outputs
@@ -21,6 +21,10 @@ ROW_PADDING = 64
 _BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 #: Rows of one tile of the matrix unit, and pairs of k.
 MATRIX_ROWS = 16
+#: Bytes ahead of what they read that tiles of few tokens ask memory for, if they multiply integers:
+#: a block of these keeps the CPU busy for longer than it looks ahead by itself.
+_AHEAD = 1024
+_AHEAD_ROWS = 3
 #: Panels that a tile of few tokens takes at once at most: enough independent chains to hide the
 #: latency of the multiply-add, and several streams from memory.
 _MOST_PANELS = 4
@@ -173,6 +177,24 @@ def panels_for(target: Target, form: WeightFormat, rows: int) -> int:
     use, vectors = form.registers(target), target.panel_vectors
     each = vectors * (rows * (1 + use.temporaries) + use.panel)
     return max(1, min(_MOST_PANELS, (target.registers - use.shared) // each))
+
+
+def prefetch(t: Text, address: str, size: int) -> None:
+    """Asks memory for `size` bytes of weights that come later."""
+    for line in range(0, size, CACHE_LINE):
+        t.prefetch(t.gep(address, line, "i8"))
+
+
+def prefetch_ahead(
+    t: Text, target: Target, form: WeightFormat, shape: TileShape, bases: list[str], size: int
+) -> None:
+    """Asks for what a tile of few tokens reads soon after the `size` bytes at each of `bases`.
+
+    Largest tiles are those of many tokens, whose weights lie in cache.
+    """
+    if shape.rows <= _AHEAD_ROWS and shape.rows < tile_rows(target, form):
+        for base in bases:
+            prefetch(t, t.gep(base, _AHEAD, "i8"), size)
 
 
 def accumulate(

@@ -16,9 +16,10 @@ from typing import ClassVar
 
 import numpy as np
 
-from buddy_pipeline.compile.formats.activation import Q8, Activation, Plain
-from buddy_pipeline.compile.formats.base import RegisterUse, TileShape, accumulate, row_bytes
+from buddy_pipeline.compile.formats.activation import Activation, Plain
+from buddy_pipeline.compile.formats.base import RegisterUse, TileShape, accumulate, prefetch_ahead
 from buddy_pipeline.compile.formats.block_column import Column, groups_of_run
+from buddy_pipeline.compile.formats.block_dot import BlockDot
 from buddy_pipeline.compile.formats.block_layout import (
     BLOCK,
     GROUP,
@@ -27,23 +28,28 @@ from buddy_pipeline.compile.formats.block_layout import (
     codes_of,
     interleave_units,
 )
+from buddy_pipeline.compile.formats.integer_activation import IntegerBlocks
 from buddy_pipeline.compile.formats.integer_dot import Codes, integer_dot
 from buddy_pipeline.compile.kernels.vector_math import Lanes
 from buddy_pipeline.compile.mlir_text import Loop, Text
 from buddy_pipeline.compile.target import Target
+
+#: What follows the name of a block format, by the bits of its activations.
+ACTIVATION_SUFFIXES = {8: "", 16: "_a16", 32: "_exact"}
 
 
 @dataclass(frozen=True)
 class BlockFormat(ABC):
     """What the block formats share; each says how its file's blocks come apart, and its scales.
 
-    With `exact`, and on CPUs that cannot multiply bytes, weights are decoded to f32 in registers
-    and multiplied with f32 activations in one chain over k: bit for bit the result of the format
-    "f32" on the dequantised weights. Otherwise activations are blocks of int8 (see `Q8`), and each
-    chain gets scale · Σ code · activation, a number a run of codes, in the order of the runs.
+    With activations of 32 bits, and on CPUs that cannot multiply bytes, weights are decoded to f32
+    in registers and multiplied with f32 activations in one chain over k: bit for bit the result of
+    the format "f32" on the dequantised weights. Otherwise activations are blocks of integers of 8
+    or 16 bits (see `IntegerBlocks`), and each chain gets scale · Σ code · activation, a number a
+    run of codes, in the order of the runs.
     """
 
-    exact: bool = False
+    activation_bits: int = 8
 
     scaled: ClassVar[bool] = False
     source: ClassVar[str]
@@ -80,7 +86,7 @@ class BlockFormat(ABC):
     @property
     def name(self) -> str:
         """See `WeightFormat.name`."""
-        return f"{self.source}_exact" if self.exact else self.source
+        return self.source + ACTIVATION_SUFFIXES[self.activation_bits]
 
     @property
     def unit(self) -> int:
@@ -127,19 +133,24 @@ class BlockFormat(ABC):
         return values.reshape(len(rows), -1)
 
     def activation(self, target: Target) -> Activation:
-        """int8 where the CPU multiplies it."""
-        dot = None if self.exact else integer_dot(target)
+        """Integers where they are wanted and the CPU multiplies bytes."""
+        dot = None if self.activation_bits == 32 else integer_dot(target)
         if dot is None:
             return Plain()
-        bias = self.zero + dot.offset(self._codes())
-        return Q8(bias, scaled=self.has_minimum, run=BLOCK // self.runs)
+        return IntegerBlocks(
+            parts=self.activation_bits // 8,
+            bias=self.zero + dot.offset(self._codes()),
+            scaled=self.has_minimum,
+            run=BLOCK // self.runs,
+        )
 
     def registers(self, target: Target) -> RegisterUse:
         """See `WeightFormat.registers`."""
-        if isinstance(self.activation(target), Plain):
-            # The word, scale and weight of each vector; an activation and masks.
-            return RegisterUse(panel=3, shared=3)
-        return RegisterUse(temporaries=1, panel=1, shared=2)
+        activation = self.activation(target)
+        if isinstance(activation, IntegerBlocks):
+            return RegisterUse(temporaries=activation.parts, panel=1, shared=2)
+        # The word, scale and weight of each vector; an activation and masks.
+        return RegisterUse(panel=3, shared=3)
 
     def _codes(self) -> Codes:
         return Codes(largest=1 << (self.bits - self.signed), signed=self.signed)
@@ -164,8 +175,13 @@ class BlockFormat(ABC):
             ]
             step = BLOCK // activation.block * activation.block_bytes
             at = t.gep(inputs, t.mul(number, t.constant(step)), "i8")
-            emit = self._emit_dots if isinstance(activation, Q8) else self._emit_products
-            return emit(t, target, shape, columns, at, chains)
+            if not isinstance(activation, IntegerBlocks):
+                return self._emit_products(t, target, shape, columns, at, chains)
+            offset = t.mul(number, t.constant(self._block_bytes(target.panel)))
+            here = [t.gep(base, offset, "i8") for base in bases]
+            size = self.unit_bytes(target.panel) // self.blocks
+            prefetch_ahead(t, target, self, shape, here, size)
+            return self._emit_dots(t, target, shape, columns, at, chains)
 
         if self.blocks == 1:
             return block(t.constant(0), accumulators)
@@ -199,46 +215,27 @@ class BlockFormat(ABC):
     ) -> list[str]:
         """One block on int8, panel after panel, so that few words and sums are alive at once."""
         activation, dot = self.activation(target), integer_dot(target)
-        assert isinstance(activation, Q8) and dot is not None
-        f, i = f"vector<{target.lanes}xf32>", f"vector<{target.lanes}xi32>"
+        assert isinstance(activation, IntegerBlocks) and dot is not None
+        f = f"vector<{target.lanes}xf32>"
+        block = BlockDot(t, target, activation, dot, shape, inputs)
         places = shape.places(target)
         chains = dict(zip(places, accumulators, strict=True))
-        stride = row_bytes(target, activation)
-
-        def spread(row: int, offset: int, element: str) -> str:
-            """A word of a row's packed block in all lanes."""
-            word = t.load(t.gep(inputs, row * stride + offset, "i8"), element)
-            return t.broadcast(word, f"vector<{target.lanes}x{element}>", element)
-
-        def start(row: int, run: int) -> str:
-            """What the integer chains of a row start from."""
-            return spread(row, activation.sum_at(run), "i32") if activation.bias else nothing
-
-        def sums(vectors: list[Column], run: int) -> dict[tuple[int, int], str]:
-            """Σ (code - zero) · activation over a run, by (row, vector)."""
-            starts = [start(row, run) for row in range(shape.rows)]
-            return dot.emit(
-                t,
-                self._codes(),
-                groups_of_run(run, self.bits, self.runs),
-                lambda group: [self._codes_of(column, t.constant(group)) for column in vectors],
-                lambda row, group: spread(row, GROUP * group, "i32"),
-                {(row, v): s for row, s in enumerate(starts) for v in range(len(vectors))},
-            )
-
-        nothing = t.constant(0, i)
         for panel, vectors in enumerate(columns):
+
+            def words(group: int, vectors: list[Column] = vectors) -> list[str]:
+                return [self._codes_of(column, t.constant(group)) for column in vectors]
+
             for run in range(self.runs):
                 scales = [self.emit_scale(column, run) for column in vectors]
-                for (row, v), total in sums(vectors, run).items():
-                    whole = t.op(f"arith.sitofp {total} : {i} to {f}")
-                    factor = spread(row, activation.scale_at, "f32")
-                    both = t.binary("arith.mulf", scales[v], factor, f)
-                    chains[row, panel, v] = t.fma(whole, both, chains[row, panel, v], f)
+                groups = groups_of_run(run, self.bits, self.runs)
+                totals = block.totals(self._codes(), groups, words, len(vectors), run)
+                for (row, v), total in totals.items():
+                    both = t.binary("arith.mulf", scales[v], block.scale(row), f)
+                    chains[row, panel, v] = t.fma(total, both, chains[row, panel, v], f)
             if self.has_minimum:
                 minima = [self.emit_minimum(column) for column in vectors]
                 for row in range(shape.rows):
-                    total = spread(row, activation.sum_at(0), "f32")
+                    total = block.scaled_sum(row)
                     for v, least in enumerate(minima):
                         chains[row, panel, v] = t.fma(least, total, chains[row, panel, v], f)
         return [chains[place] for place in places]
@@ -272,18 +269,20 @@ class BlockFormat(ABC):
     def emit_values(
         self, t: Text, target: Target, base: str, lane: str, out: str, left: str
     ) -> None:
-        """See `WeightFormat.emit_values`; rows are whole units."""
+        """See `WeightFormat.emit_values`; a row may end inside a unit."""
         with t.loop(t.constant(0), t.constant(self.blocks), t.constant(1)) as block:
             column = self._column(t, target, base, block.index, 0).output(lane)
-            to = t.gep(out, t.mul(block.index, t.constant(BLOCK)))
+            first = t.mul(block.index, t.constant(BLOCK))
             minimum = self._minimum(column)
             for run in range(self.runs):
                 scale = self.emit_scale(column, run)
                 with self._groups(t, run) as groups:
                     values = self._values(column, groups.index, scale, minimum)
-                    place = t.gep(to, t.mul(groups.index, t.constant(GROUP)))
+                    group = t.add(first, t.mul(groups.index, t.constant(GROUP)))
                     for k, value in enumerate(values):
-                        t.store(value, t.gep(place, k), "f32")
+                        element = t.add(group, t.constant(k))
+                        with t.when(t.compare("ugt", left, element)):
+                            t.store(value, t.gep(out, element), "f32")
 
     def _groups(
         self, t: Text, run: int, carried: Sequence[tuple[str, str]] = ()

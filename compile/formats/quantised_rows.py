@@ -30,7 +30,7 @@ class RowFormat(Protocol):
         """Bits of one quantised number."""
 
     def depth(self, record_bytes: int) -> int:
-        """K of a record of this size."""
+        """K of a record of this size, in whole blocks."""
 
     def check_depth(self, depth: int) -> None:
         """Raises ValueError, saying why, if rows of `depth` numbers cannot be quantised."""
@@ -42,7 +42,7 @@ class RowFormat(Protocol):
         """float32 [outputs, K] to records, uint8 [outputs, bytes]; ValueError saying why not."""
 
     def dequantise(self, records: np.ndarray) -> np.ndarray:
-        """The float32 [outputs, K] that records stand for."""
+        """The float32 [outputs, K] that records stand for; K in whole blocks, zeros at the end."""
 
 
 def record_bytes(form: RowFormat, depth: int) -> int:
@@ -85,8 +85,8 @@ class Int8Rows:
 
     def quantise(self, rows: np.ndarray) -> np.ndarray:
         """The largest magnitude of a row becomes 127; rounding is to the nearest, ties to even."""
+        _check_finite(rows)
         largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
-        _check_finite(largest)
         scale = largest / np.float32(127)
         # A row of zeros, or of numbers too small to have a scale, becomes zeros.
         divisor = np.where(scale > 0, scale, np.float32(np.inf))
@@ -101,7 +101,10 @@ class Int8Rows:
 
 @dataclass(frozen=True)
 class Int8Blocks:
-    """GGUF's Q8_0: blocks of 32 int8 with an f16 scale each, w = q · scale."""
+    """GGUF's Q8_0: blocks of 32 int8 with an f16 scale each, w = q · scale.
+
+    Of a row that ends inside a block the rest of that is zeros.
+    """
 
     name: str = "q8_0"
     bits: int = 8
@@ -111,24 +114,21 @@ class Int8Blocks:
         return record_bytes // _Q8_0_BYTES * _Q8_0_BLOCK
 
     def check_depth(self, depth: int) -> None:
-        """Rows must be whole blocks."""
-        if depth % _Q8_0_BLOCK:
-            raise ValueError(
-                f"has rows of {depth} elements, which blocks of {_Q8_0_BLOCK} do not divide"
-            )
+        """Rows of any length can."""
 
     def fields(self, depth: int) -> dict[str, tuple[np.dtype, int]]:
         """Blocks as in a GGUF file."""
-        return {"": (np.dtype(np.uint8), depth // _Q8_0_BLOCK * _Q8_0_BYTES)}
+        return {"": (np.dtype(np.uint8), -(-depth // _Q8_0_BLOCK) * _Q8_0_BYTES)}
 
     def quantise(self, rows: np.ndarray) -> np.ndarray:
         """As the gguf package does: the largest magnitude of a block becomes 127."""
-        self.check_depth(rows.shape[1])
         _check_finite(rows)
-        _check_finite((np.abs(rows).max(initial=0.0, keepdims=True) / 127).astype(np.float16))
+        with np.errstate(over="ignore"):
+            _check_scale((np.abs(rows).max(initial=0.0, keepdims=True) / 127).astype(np.float16))
+        blocks = np.pad(rows, ((0, 0), (0, -rows.shape[1] % _Q8_0_BLOCK)))
         from gguf import GGMLQuantizationType, quants  # late: most runs do without
 
-        return quants.quantize(np.ascontiguousarray(rows), GGMLQuantizationType.Q8_0)
+        return quants.quantize(np.ascontiguousarray(blocks), GGMLQuantizationType.Q8_0)
 
     def dequantise(self, records: np.ndarray) -> np.ndarray:
         """q · scale, exact."""
@@ -182,13 +182,14 @@ class Int4Rows:
         which f16 keeps to a 16th.
         """
         self.check_depth(rows.shape[1])
+        _check_finite(rows)
         groups = rows.reshape(len(rows), -1, self.group)
         low, high = groups.min(axis=2), groups.max(axis=2)
-        _check_finite(high - low)
         farthest = np.maximum(np.abs(low), np.abs(high))
-        steps = np.maximum((high - low) / np.float32(15), farthest / np.float32(_MOST_ZERO))
-        scale = steps.astype(np.float16)
-        _check_finite(scale)
+        with np.errstate(over="ignore"):
+            steps = np.maximum((high - low) / np.float32(15), farthest / np.float32(_MOST_ZERO))
+            scale = steps.astype(np.float16)
+        _check_scale(scale)
         divisor = np.where(scale > 0, scale.astype(np.float32), np.float32(np.inf))
         zero = (np.rint(-low / divisor * _ZERO_PARTS) / _ZERO_PARTS).astype(np.float16)
         shifted = groups / divisor[..., None] + zero.astype(np.float32)[..., None]
@@ -210,8 +211,15 @@ class Int4Rows:
         return values.reshape(len(records), -1)
 
 
-def _check_finite(values: np.ndarray) -> None:
-    if not np.isfinite(values).all():
+def _check_finite(rows: np.ndarray) -> None:
+    bad = rows[~np.isfinite(rows)]
+    if len(bad):
+        what = "NaN" if np.isnan(bad).any() else "an infinity"
+        raise ValueError(f"holds {what}, which no number of few bits is: mend the weights")
+
+
+def _check_scale(scale: np.ndarray) -> None:
+    if not np.isfinite(scale).all():
         raise ValueError("has values that are too large to be quantised: mend the weights")
 
 

@@ -11,16 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from buddy_pipeline.compile.formats.activation import Q8, Activation, Plain
+from buddy_pipeline.compile.formats.activation import Activation, Plain
 from buddy_pipeline.compile.formats.base import (
     RegisterUse,
     TileShape,
     accumulate,
     interleave,
-    row_bytes,
+    prefetch_ahead,
 )
 from buddy_pipeline.compile.formats.block_column import Column
+from buddy_pipeline.compile.formats.block_dot import BlockDot
 from buddy_pipeline.compile.formats.block_layout import BLOCK, GROUP, GROUPS
+from buddy_pipeline.compile.formats.integer_activation import IntegerBlocks
 from buddy_pipeline.compile.formats.integer_dot import Codes, integer_dot
 from buddy_pipeline.compile.formats.quantised_rows import Int8Rows
 from buddy_pipeline.compile.formats.w8 import packed_scales
@@ -63,7 +65,7 @@ class W8A8:
     def activation(self, target: Target) -> Activation:
         """int8 where the CPU multiplies it."""
         dot = integer_dot(target)
-        return Plain() if dot is None else Q8(dot.offset(_CODES))
+        return Plain() if dot is None else IntegerBlocks(bias=dot.offset(_CODES))
 
     def registers(self, target: Target) -> RegisterUse:
         """See `WeightFormat.registers`."""
@@ -85,7 +87,8 @@ class W8A8:
             [self._column(t, target, base, v * target.lanes) for v in range(target.panel_vectors)]
             for base in bases
         ]
-        if isinstance(self.activation(target), Q8):
+        if isinstance(self.activation(target), IntegerBlocks):
+            prefetch_ahead(t, target, self, shape, bases, self.unit_bytes(target.panel))
             return self._dots(t, target, shape, columns, inputs, accumulators)
         for group in range(GROUPS):
             weights: list[dict[tuple[int, int], str]] = [{} for _ in range(GROUP)]
@@ -108,38 +111,21 @@ class W8A8:
     ) -> list[str]:
         """chain += activation scale · Σ q · activation, panel after panel."""
         activation, dot = self.activation(target), integer_dot(target)
-        assert isinstance(activation, Q8) and dot is not None
-        f, i = f"vector<{target.lanes}xf32>", f"vector<{target.lanes}xi32>"
-        stride = row_bytes(target, activation)
-
-        def spread(row: int, offset: int, element: str) -> str:
-            word = t.load(t.gep(inputs, row * stride + offset, "i8"), element)
-            return t.broadcast(word, f"vector<{target.lanes}x{element}>", element)
-
-        nothing = t.constant(0, i)
+        assert isinstance(activation, IntegerBlocks) and dot is not None
+        block = BlockDot(t, target, activation, dot, shape, inputs)
         places = shape.places(target)
         chains = dict(zip(places, accumulators, strict=True))
         for panel, vectors in enumerate(columns):
-            starts = {}
-            for row in range(shape.rows):
-                start = spread(row, activation.sum_at(0), "i32") if activation.bias else nothing
-                starts.update({(row, v): start for v in range(len(vectors))})
 
             def words(group: int, vectors: list[Column] = vectors) -> list[str]:
                 return [column.word(t.constant(group)) for column in vectors]
 
-            sums = dot.emit(
-                t,
-                _CODES,
-                range(GROUPS),
-                words,
-                lambda row, group: spread(row, GROUP * group, "i32"),
-                starts,
-            )
-            for (row, v), total in sums.items():
-                whole = t.op(f"arith.sitofp {total} : {i} to {f}")
-                scale = spread(row, activation.scale_at, "f32")
-                chains[row, panel, v] = t.fma(whole, scale, chains[row, panel, v], f)
+            totals = block.totals(_CODES, range(GROUPS), words, len(vectors))
+            for (row, v), total in totals.items():
+                chain = chains[row, panel, v]
+                chains[row, panel, v] = t.fma(
+                    total, block.scale(row), chain, f"vector<{target.lanes}xf32>"
+                )
         return [chains[place] for place in places]
 
     def _column(self, t: Text, target: Target, base: str, first: int) -> Column:

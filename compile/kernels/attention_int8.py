@@ -67,7 +67,7 @@ def _scale(t: Text, target: Target, block: str, size: int) -> tuple[str, str]:
     with t.loop(t.constant(whole), t.constant(size), one, start) as rest:
         element = _magnitude(t, t.gep(block, rest.index), "i32")
         rest.next = [t.binary("arith.maxsi", rest.carried[0], element, "i32")]
-    return vm.int8_scale(t, rest.results[0])
+    return vm.integer_scale(t, rest.results[0], full=127)
 
 
 def _magnitude(t: Text, source: str, kind: str) -> str:

@@ -16,6 +16,7 @@ from buddy_pipeline.compile.formats.base import (
     activation_bytes,
     most_depth,
     panels_for,
+    prefetch,
     row_bytes,
     tile_rows,
 )
@@ -31,8 +32,8 @@ from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import CACHE_LINE, Text
 from buddy_pipeline.compile.target import Target
 
-#: Tiles of this many rows or more have time to fetch the next panel beside their own work.
-PREFETCH_ROWS = 7
+#: Tiles that multiply each weight so often have time to fetch the next panel beside their own work.
+PREFETCH_PRODUCTS = 7
 
 
 def linear_scratch_bytes(target: Target, form: WeightFormat, depth: int) -> int:
@@ -121,7 +122,9 @@ class _Linear(LinearParts):
             for _ in range(1, shape.panels):
                 panels.append(t.gep(panels[-1], "%wstride", "i8"))
             outputs = [t.gep(rows[r], p * target.panel + v * lanes) for r, p, v in places]
-            if shape.rows >= PREFETCH_ROWS and shape.panels == 1:
+            products = shape.rows * max(1, form.registers(target).temporaries)
+            fetches = products >= PREFETCH_PRODUCTS and shape.panels == 1
+            if fetches:
                 # Outputs of many tokens are in no near cache when the tile ends (1 to 2 % of it).
                 for output in outputs:
                     t.prefetch(output, nearest=True, write=True)
@@ -133,14 +136,14 @@ class _Linear(LinearParts):
                 offset = t.mul(number, t.constant(unit_bytes))
                 inputs = t.gep("%a", t.mul(number, t.constant(unit_inputs)), "i8")
                 bases = [t.gep(panel, offset, "i8") for panel in panels]
-                if shape.rows >= PREFETCH_ROWS and shape.panels == 1:
+                if fetches:
                     place = t.gep("%ahead", t.mul(number, "%pace"), "i8")
                     size = count * unit_bytes
                     half = max(CACHE_LINE, size // 2)
-                    self.prefetch(place, half)
+                    prefetch(t, place, half)
                     if half < size:
                         with t.when(fast):
-                            self.prefetch(t.gep(place, half, "i8"), size - half)
+                            prefetch(t, t.gep(place, half, "i8"), size - half)
                 for step in range(count):
                     accumulators = form.emit_unit(
                         t,

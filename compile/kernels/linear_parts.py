@@ -12,7 +12,7 @@ from buddy_pipeline.compile.formats.base import (
     row_bytes,
     tile_rows,
 )
-from buddy_pipeline.compile.mlir_text import CACHE_LINE, Text
+from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
 #: Register tiles in one block of tokens; the packed block fills a fraction of L2.
@@ -78,11 +78,6 @@ class LinearParts:
                 to = t.gep("%to", t.mul(row.index, t.constant(self.row_bytes)), "i8")
                 self.activation.emit_row(t, self.target, source, to, "%depth", end)
             t.line("return")
-
-    def prefetch(self, address: str, size: int) -> None:
-        """Asks memory, which would otherwise idle, for `size` bytes of weights that come later."""
-        for line in range(0, size, CACHE_LINE):
-            self.t.prefetch(self.t.gep(address, line, "i8"))
 
     def panel_bytes(self) -> str:
         """Bytes of one panel of this matrix."""

@@ -8,7 +8,7 @@ One token and a thousand take the same way: with one row the unit still reads we
 as fast as memory gives them.
 """
 
-from buddy_pipeline.compile.formats.base import MATRIX_ROWS, WeightFormat
+from buddy_pipeline.compile.formats.base import MATRIX_ROWS, WeightFormat, prefetch
 from buddy_pipeline.compile.kernels.linear_parts import (
     BLOCK_TILES,
     SIGNATURE,
@@ -137,9 +137,9 @@ class MatrixLinear(LinearParts):
                 weights = [t.gep(stream, offset, "i8") for stream in streams]
                 for place in weights:
                     if rows == 1:  # memory is the limit: the next tile
-                        self.prefetch(t.gep(place, self.weight_bytes, "i8"), self.weight_bytes)
+                        prefetch(t, t.gep(place, self.weight_bytes, "i8"), self.weight_bytes)
                     elif fetches:  # for the next panel
-                        self.prefetch(t.gep(place, "%wstride", "i8"), self.weight_bytes)
+                        prefetch(t, t.gep(place, "%wstride", "i8"), self.weight_bytes)
                 step(k.index, weights)
             with t.when(self._has_rest("%depth")):
                 step(whole, [t.gep("%wend", p * self.weight_bytes, "i8") for p in range(panels)])

@@ -168,21 +168,25 @@ def reduce_vector(t: Text, vector: str, lanes: int, combine: str) -> str:
 LOG2_E = 1.4426950408889634
 #: 1.5 · 2²³: adding it rounds a small float to an integer and leaves that in its low bits.
 INTEGER_MAGIC = 12582912.0
-#: A block whose largest value is below this is taken for zeros: 127 over it would overflow.
-INT8_TINY = 2.0**-120
 
 
-def int8_scale(t: Text, bits: str) -> tuple[str, str]:
-    """The scale max / 127 of a block of int8 and its inverse, which is 0 for a block of zeros.
+def tiny_block(full: int) -> float:
+    """A block of integers up to `full` whose largest value is below this is taken for zeros: `full`
+    over it might overflow."""
+    return full * 2.0**-127
+
+
+def integer_scale(t: Text, bits: str, full: int) -> tuple[str, str]:
+    """The scale max / full of a block of integers and its inverse, which is 0 for a block of zeros.
 
     `bits` is the largest |x| of the block as an i32, in whose order a NaN is above all numbers. For
     an infinity or a NaN the scale is NaN, and so is whatever it multiplies.
     """
     largest = t.op(f"arith.bitcast {bits} : i32 to f32")
-    full, zero = t.constant(127.0, "f32"), t.constant(0.0, "f32")
-    scale = t.fma(largest, zero, t.binary("arith.divf", largest, full, "f32"), "f32")
-    inverse = t.binary("arith.divf", full, largest, "f32")
-    tiny = t.op(f"arith.cmpf olt, {largest}, {t.constant(INT8_TINY, 'f32')} : f32")
+    whole, zero = t.constant(float(full), "f32"), t.constant(0.0, "f32")
+    scale = t.fma(largest, zero, t.binary("arith.divf", largest, whole, "f32"), "f32")
+    inverse = t.binary("arith.divf", whole, largest, "f32")
+    tiny = t.op(f"arith.cmpf olt, {largest}, {t.constant(tiny_block(full), 'f32')} : f32")
     return scale, t.select(tiny, zero, inverse, "f32")
 
 

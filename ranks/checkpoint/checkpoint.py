@@ -110,14 +110,15 @@ class StoredTensor(Protocol):
 
 
 class RecordedTensor(Protocol):
-    """A matrix kept as records; see `compile.formats.quantised_rows`."""
+    """A matrix, or stack of matrices, kept as records; see `compile.formats.quantised_rows`."""
 
     @property
     def form(self) -> str:
         """The name of the row format."""
 
     def records(self, start: int, stop: int) -> np.ndarray:
-        """Read records of outputs, uint8 [stop - start, bytes of a record]."""
+        """Read records of outputs, those of a stack counted through, uint8 [stop - start, bytes of
+        a record]."""
         ...
 
 

@@ -2,11 +2,13 @@
 
 It is a Hugging Face directory whose `quantization.json` names the row format of every quantised
 matrix (see `compile.formats.quantised_rows`). Each field of its records is a tensor of the
-safetensors files, one row an output: `….weight` the numbers, `….weight_scale` and `….weight_zero`.
+safetensors files, one row an output (those of a stack of matrices one after the other): `….weight`
+the numbers, `….weight_scale` and `….weight_zero`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,7 @@ def field_name(tensor: str, field: str) -> str:
 
 @dataclass(frozen=True)
 class QuantisedTensor:
-    """One matrix kept as records of its outputs.
+    """One matrix, or a stack of them, kept as records of its outputs.
 
     `info` describes it as Hugging Face has it; where that is [inputs, outputs] it is `transposed`.
     """
@@ -59,8 +61,25 @@ class QuantisedTensor:
     def is_readable(self) -> bool:
         return True
 
+    def rows(self, start: int, stop: int) -> np.ndarray:
+        each = self.info.shape[1] if len(self.info.shape) == 3 else 1
+        values = self.outputs(start * each, stop * each)
+        return values.reshape(stop - start, *self.info.shape[1:])
+
     def outputs(self, start: int, stop: int) -> np.ndarray:
-        return self.rows(start, stop)
+        if not self.transposed:
+            return self._values(start, stop)
+        inputs, outputs = self.info.shape[-2:]
+        out = np.empty((stop - start, outputs), np.float32)
+        step = max(1, _PIECE_BYTES // inputs)
+        for matrix in range(start // inputs, -(-stop // inputs)):
+            low, high = max(start - matrix * inputs, 0), min(stop - matrix * inputs, inputs)
+            place = out[matrix * inputs + low - start :][: high - low]
+            for first in range(0, outputs, step):
+                last = min(first + step, outputs)
+                values = self._values(matrix * outputs + first, matrix * outputs + last)
+                place[:, first:last] = values[:, low:high].T
+        return out
 
     def keeps_outputs(self, transposed: bool) -> bool:
         return False  # records are read by `records`
@@ -71,17 +90,10 @@ class QuantisedTensor:
     def records(self, start: int, stop: int) -> np.ndarray:
         return join_records([f.stored_outputs(start, stop) for f in self.fields.values()])
 
-    def rows(self, start: int, stop: int) -> np.ndarray:
-        if not self.transposed:
-            return self.rows_form.dequantise(self.records(start, stop))
-        inputs, outputs = self.info.shape
-        out = np.empty((stop - start, outputs), np.float32)
-        step = max(1, _PIECE_BYTES // inputs)
-        for first in range(0, outputs, step):
-            last = min(first + step, outputs)
-            values = self.rows_form.dequantise(self.records(first, last))
-            out[:, first:last] = values[:, start:stop].T
-        return out
+    def _values(self, start: int, stop: int) -> np.ndarray:
+        """What records of outputs stand for, float32 [stop - start, inputs]."""
+        inputs = self.info.shape[-2 if self.transposed else -1]
+        return self.rows_form.dequantise(self.records(start, stop))[:, :inputs]
 
 
 def is_quantised_here(config: Mapping[str, Any]) -> bool:
@@ -136,7 +148,8 @@ def _quantised_tensor(
     shape, transposed = _matrix_shape(entry.get("shape")), entry.get("transposed")
     if form is None or shape is None or not isinstance(transposed, bool):
         raise UserError(f"{where} has a wrong form, shape or transposed; quantize the model again")
-    outputs, inputs = shape[::-1] if transposed else shape
+    height, inputs = shape[:-3:-1] if transposed else shape[-2:]
+    outputs = prod(shape[:-2]) * height
     try:
         form.check_depth(inputs)
     except ValueError as error:
@@ -155,9 +168,9 @@ def _quantised_tensor(
     return QuantisedTensor(TensorInfo(name, shape, form.name), form, fields, transposed)
 
 
-def _matrix_shape(value: Any) -> tuple[int, int] | None:
-    if not isinstance(value, list) or len(value) != 2:
+def _matrix_shape(value: Any) -> tuple[int, ...] | None:
+    """The shape of a matrix or stack of matrices."""
+    if not isinstance(value, list) or len(value) not in (2, 3):
         return None
-    rows, columns = value
     is_shape = all(type(n) is int and n > 0 for n in value)
-    return (rows, columns) if is_shape else None
+    return tuple(value) if is_shape else None

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from buddy_pipeline.compile.formats import FORMATS
-from buddy_pipeline.compile.formats.activation import Q8, Q8_BLOCK, Plain
+from buddy_pipeline.compile.formats.activation import Plain
+from buddy_pipeline.compile.formats.block_layout import BLOCK
 from buddy_pipeline.compile.formats.blocks import BlockFormat
+from buddy_pipeline.compile.formats.integer_activation import IntegerBlocks
 from buddy_pipeline.compile.target import Target
 from tests.compile.gguf_blocks import dequantized, extreme_blocks, random_blocks
 from tests.compile.harness import (
@@ -18,10 +20,12 @@ from tests.compile.harness import (
 )
 
 BLOCK_FORMATS = {n: f for n, f in FORMATS.items() if isinstance(f, BlockFormat)}
+INTEGER_FORMS = [n for n, f in BLOCK_FORMATS.items() if f.activation_bits < 32]
 SOURCES = {f.source: f.unit for f in BLOCK_FORMATS.values()}
 
 on_each_target = pytest.mark.parametrize("target", runnable_targets())
 in_each_source = pytest.mark.parametrize("source", SOURCES)
+in_each_integer_form = pytest.mark.parametrize("form", INTEGER_FORMS)
 in_each_form = pytest.mark.parametrize("form", BLOCK_FORMATS)
 
 
@@ -80,50 +84,52 @@ def test_exact_tiles_decode_extreme_blocks(target: Target, source: str) -> None:
 
 
 @on_each_target
-@in_each_source
+@in_each_integer_form
 @pytest.mark.parametrize("tokens", [1, 2, 3, 4, 6, 7, 8, 13, 40, 130])
 def test_linears_are_within_rounding_of_their_definition(
-    target: Target, source: str, tokens: int
+    target: Target, form: str, tokens: int
 ) -> None:
     """Activations as packed, weights as dequantised: what remains is the rounding of one number a
     run of codes, and that of the chain."""
-    form = FORMATS[source]
-    depth = {32: 608, 256: 768}[form.unit]
-    rows = random_blocks(source, 71, depth)
+    block_form = BLOCK_FORMATS[form]
+    depth = {32: 608, 256: 768}[block_form.unit]
+    rows = random_blocks(block_form.source, 71, depth)
     x, bias = activations(tokens, depth), activations(1, 71)[0]
-    got = run_linear_rows(target, x, rows, bias, 1 + tokens % 3, source)
-    packed = form.activation(target).reference(x).astype(np.float64)
-    weight = form.reference(rows).astype(np.float64)
-    steps = depth if isinstance(form.activation(target), Plain) else 6 * depth // 16
-    size = np.abs(packed) @ _magnitude(rows, form).T + np.abs(bias)
+    got = run_linear_rows(target, x, rows, bias, 1 + tokens % 3, form)
+    activation = block_form.activation(target)
+    packed = activation.reference(x).astype(np.float64)
+    weight = block_form.reference(rows).astype(np.float64)
+    steps = depth if isinstance(activation, Plain) else 6 * depth // 16
+    size = np.abs(packed) @ _magnitude(rows, block_form).T + np.abs(bias)
     error = np.abs(got - (packed @ weight.T + bias))
     assert (error <= steps * ROUNDOFF * size).all()
 
 
-def _magnitude(rows: np.ndarray, form: object) -> np.ndarray:
+def _magnitude(rows: np.ndarray, form: BlockFormat) -> np.ndarray:
     """|scale · (code - zero)| + |minimum|, which may cancel in the weight."""
-    assert isinstance(form, BlockFormat)
     fields = form.fields(rows.reshape(len(rows), -1, form.file_bytes))
     weight = np.abs(form.reference(rows).astype(np.float64))
     if not form.has_minimum:
         return weight
     minimum = np.abs(form.minimum(fields).astype(np.float64)).reshape(len(rows), -1)
-    return weight + 2 * np.repeat(minimum, Q8_BLOCK, axis=1)
+    return weight + 2 * np.repeat(minimum, BLOCK, axis=1)
 
 
 @on_each_target
-@in_each_source
-def test_linears_are_within_the_bound_of_their_activations(target: Target, source: str) -> None:
-    """int8 activations are off by at most half a step of their block, 1/254 of its largest."""
-    form = FORMATS[source]
-    depth = 3 * max(form.unit, 64)
+@in_each_integer_form
+def test_linears_are_within_the_bound_of_their_activations(target: Target, form: str) -> None:
+    """Activations are off by at most half a step of their block: 1/254 of its largest in 8 bits,
+    1/65024 in 16."""
+    source, unit = BLOCK_FORMATS[form].source, BLOCK_FORMATS[form].unit
+    depth = 3 * max(unit, 64)
     rows, x = random_blocks(source, 50, depth), activations(9, depth)
-    got = run_linear_rows(target, x, rows, None, 2, source)
+    got = run_linear_rows(target, x, rows, None, 2, form)
     weight = dequantized(rows, source).astype(np.float64)
-    largest = np.abs(x.reshape(9, -1, Q8_BLOCK)).max(axis=-1)
-    each = np.repeat(largest / 254, Q8_BLOCK, axis=1).astype(np.float64)
-    bound = each @ np.abs(weight).T
-    assert (np.abs(got - x.astype(np.float64) @ weight.T) <= 1.001 * bound).all()
+    largest = np.abs(x.reshape(9, -1, BLOCK)).max(axis=-1).astype(np.float64)
+    steps = {8: 254, 16: 65024}[BLOCK_FORMATS[form].activation_bits]
+    bound = np.repeat(largest / steps, BLOCK, axis=1) @ np.abs(weight).T
+    rounding = depth * ROUNDOFF * np.abs(x) @ _magnitude(rows, BLOCK_FORMATS[form]).T
+    assert (np.abs(got - x.astype(np.float64) @ weight.T) <= bound + rounding).all()
 
 
 @on_each_target
@@ -155,25 +161,72 @@ def test_a_token_that_is_not_finite_stays_in_its_row(target: Target, form: str, 
 
 
 @on_each_target
-@in_each_source
-@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-30, 1e30])
-def test_tiny_and_huge_activations(target: Target, source: str, size: float) -> None:
+@in_each_integer_form
+@pytest.mark.parametrize("size", [0.0, 1e-45, 1e-38, 1e-36, 1e-33, 1e-30, 1e30])
+def test_tiny_and_huge_activations(target: Target, form: str, size: float) -> None:
+    source = BLOCK_FORMATS[form].source
     depth = SOURCES[source]
     rows, x = random_blocks(source, 40, depth), activations(3, depth) * np.float32(size)
-    got = run_linear_rows(target, x, rows, None, 1, source)
+    got = run_linear_rows(target, x, rows, None, 1, form)
     weight = dequantized(rows, source).astype(np.float64)
     size_of = np.abs(x).max() * np.abs(weight).sum(axis=1)
-    assert (np.abs(got - x.astype(np.float64) @ weight.T) <= size_of / 100 + 1e-35).all()
+    too_small = {8: 1e-35, 16: 3e-34}[BLOCK_FORMATS[form].activation_bits]
+    allowed = size_of / 100 + too_small * np.abs(weight).sum(axis=1)
+    assert (np.abs(got - x.astype(np.float64) @ weight.T) <= allowed).all()
 
 
-@pytest.mark.parametrize("activation", [Q8(), Q8(bias=8), Q8(scaled=True), Q8(bias=32, run=16)])
-def test_packed_activations_are_off_by_half_a_step(activation: Q8) -> None:
+@on_each_target
+@in_each_integer_form
+def test_the_largest_sums_do_not_overflow(target: Target, form: str) -> None:
+    """All elements of a block at their greatest, with both signs, on the codes of both ends."""
+    source = BLOCK_FORMATS[form].source
+    depth = SOURCES[source]
+    rows = extreme_blocks(source, depth)
+    rows = rows[np.isfinite(dequantized(rows, source)).all(axis=1)]
+    x = np.ones((3, depth), np.float32)
+    x[1] = -1
+    x[2, ::2] = -1
+    got = run_linear_rows(target, x, rows, None, 1, form)
+    exact = x.astype(np.float64) @ dequantized(rows, source).astype(np.float64).T
+    allowed = 1e-4 * np.abs(x) @ _magnitude(rows, BLOCK_FORMATS[form]).T
+    assert (np.abs(got - exact) <= allowed).all()
+
+
+@on_each_target
+@pytest.mark.parametrize("form", ["q8_0", "q8_0_a16", "q8_0_exact"])
+@pytest.mark.parametrize("depth", [1, 30, 45, 100])
+def test_rows_may_end_inside_a_block(target: Target, form: str, depth: int) -> None:
+    """A table of any width that is also the head's matrix: looked up and multiplied with."""
+    weight = np.random.default_rng(depth).standard_normal((40, depth), np.float32)
+    rows = FORMATS[form].from_f32(weight)
+    values = FORMATS[form].reference(rows)[:, :depth]
+    ids = np.array([3, 39, 0], np.int64)
+    assert_same_bits(run_embedding_rows(target, ids, rows, depth, 2, form), values[ids])
+    x = np.random.default_rng(0).standard_normal((5, depth), np.float32)
+    got = run_linear_rows(target, x, rows, None, 2, form)
+    packed = FORMATS[form].activation(target).reference(x).astype(np.float64)
+    size = np.abs(packed) @ np.abs(values).T
+    assert (np.abs(got - packed @ values.T.astype(np.float64)) <= 2 * depth * ROUNDOFF * size).all()
+
+
+EACH_WAY = [
+    IntegerBlocks(parts, bias, scaled, run)
+    for parts in (1, 2)
+    for bias, scaled, run in ((0, False, 32), (8, False, 32), (0, True, 32), (32, False, 16))
+]
+
+
+@pytest.mark.parametrize("activation", EACH_WAY, ids=str)
+def test_packed_activations_are_off_by_half_a_step(activation: IntegerBlocks) -> None:
     x = activations(50, 256)
-    step = np.repeat(np.abs(x.reshape(50, -1, Q8_BLOCK)).max(axis=-1), Q8_BLOCK, axis=1) / 127
-    assert (np.abs(activation.reference(x) - x) <= 0.5001 * step).all()
+    largest = np.repeat(np.abs(x.reshape(50, -1, BLOCK)).max(axis=-1), BLOCK, axis=1)
+    step = largest / {1: 127, 2: 32512}[activation.parts]
+    rounding = largest * 2 * ROUNDOFF  # of step · integer
+    assert (np.abs(activation.reference(x) - x) <= 0.5001 * step + rounding).all()
 
 
-def test_two_forms_read_the_same_memory() -> None:
+def test_all_forms_read_the_same_memory() -> None:
     """So that --exact needs no packing of its own."""
     for source in SOURCES:
-        assert FORMATS[source].unit_bytes(32) == FORMATS[f"{source}_exact"].unit_bytes(32)
+        sizes = {FORMATS[source + suffix].unit_bytes(32) for suffix in ("", "_a16", "_exact")}
+        assert len(sizes) == 1

@@ -12,6 +12,7 @@ from buddy_pipeline.compile.codegen import compile_object, optimise, target_mach
 from buddy_pipeline.compile.formats import FORMATS
 from buddy_pipeline.compile.formats.base import TileShape
 from buddy_pipeline.compile.formats.blocks import BlockFormat
+from buddy_pipeline.compile.formats.integer_activation import IntegerBlocks
 from buddy_pipeline.compile.kernels import attention, driver, embedding, linear
 from buddy_pipeline.compile.kernels.attention_shape import AttentionShape
 from buddy_pipeline.compile.kernels.step import BARRIER, END_REGION
@@ -176,19 +177,23 @@ def test_matrix_tiles_do_nothing_but_load_and_multiply_tiles() -> None:
     ("target", "form"),
     [
         *itertools.product(["x86-64-v3", "neoverse-n1"], [f for f in BLOCKS if "exact" not in f]),
-        *itertools.product(["x86-64-v4", "vnni", "avxvnni"], ["q4_0", "q8_0"]),
+        *itertools.product(["x86-64-v4", "vnni", "avxvnni"], ["q4_0", "q8_0", "q8_0_a16"]),
     ],
 )
 def test_block_tiles_multiply_bytes(target: str, form: str) -> None:
-    """Eight dot products of four bytes for a vector of outputs, a token and 32 elements."""
+    """Eight dot products of four bytes for a vector of outputs, a token and 32 elements, twice as
+    many for activations in two parts."""
     described, dot = BYTE_TARGETS[target]
+    activation = FORMATS[form].activation(described)
+    assert isinstance(activation, IntegerBlocks)
+    dots = 8 * activation.parts
     kernel = built_linear(described, form)
     for name, tile in kernel.parts("tile_").items():
         chains = len(tile_shape(name).places(described))
         assert tile.scalar() == [], name
         loops = [loop for loop in tile.innermost_loops() if loop.with_word(dot)]
         assert loops, name
-        assert all(len(loop.with_word(dot)) == 8 * chains for loop in loops), name
+        assert all(len(loop.with_word(dot)) == dots * chains for loop in loops), name
     check_object(kernel, linear.linear_name(FORMATS[form]), described)
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buddy_pipeline.compile.formats import FORMATS
-from buddy_pipeline.compile.formats.activation import Q8
+from buddy_pipeline.compile.formats.integer_activation import IntegerBlocks
 from buddy_pipeline.compile.target import Target
 from tests.compile.harness import (
     ROUNDOFF,
@@ -139,7 +139,7 @@ def test_a_token_that_is_not_finite_stays_in_its_row(
     got = run_linear(target, x, weight, bias, form=form)
     others = np.arange(tokens) != row
     assert_same_bits(got[others], clean[others])
-    int8 = isinstance(FORMATS[form].activation(target), Q8)
+    int8 = isinstance(FORMATS[form].activation(target), IntegerBlocks)
     if np.isnan(bad) or int8:
         assert np.isnan(got[row]).all()
     else:

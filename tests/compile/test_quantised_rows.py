@@ -10,6 +10,7 @@ from buddy_pipeline.compile.formats import FORMATS, elements_a_byte
 from buddy_pipeline.compile.formats.quantised_rows import (
     ROW_FORMATS,
     Int4Rows,
+    Int8Blocks,
     Int8Rows,
     join_records,
     record_bytes,
@@ -79,15 +80,37 @@ def test_zeros_and_tiny_numbers_become_zeros(name: str) -> None:
 
 
 @in_each_form
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_cannot_be_quantised(name: str, bad: float) -> None:
+@pytest.mark.parametrize(
+    ("bad", "what"), [(np.nan, "NaN"), (np.inf, "an infinity"), (-np.inf, "an infinity")]
+)
+def test_what_is_not_finite_cannot_be_quantised(name: str, bad: float, what: str) -> None:
     rows = random_rows(3, 128)
     rows[1, 5] = bad
-    with (
-        pytest.raises(ValueError, match="quantised"),
-        np.errstate(all="ignore"),
-    ):
+    with pytest.raises(ValueError, match=f"holds {what}, .*: mend the weights"):
         ROW_FORMATS[name].quantise(rows)
+
+
+@pytest.mark.parametrize("name", ["q8_0", "w4g32"])
+@pytest.mark.parametrize("large", [3e38, -3e38])
+def test_what_a_scale_cannot_hold_is_too_large(name: str, large: float) -> None:
+    rows = random_rows(3, 128)
+    rows[1, 5] = large
+    rows[1, 6] = -large  # their distance is no float
+    with pytest.raises(ValueError, match="has values that are too large to be quantised"):
+        ROW_FORMATS[name].quantise(rows)
+
+
+@pytest.mark.parametrize("depth", [1, 31, 33, 60])
+def test_blocks_of_int8_take_rows_that_end_inside_one(depth: int) -> None:
+    form, rows = Int8Blocks(), random_rows(5, depth)
+    form.check_depth(depth)
+    records = form.quantise(rows)
+    assert records.shape == (5, record_bytes(form, depth))
+    values = form.dequantise(records)
+    assert values.shape[1] == form.depth(records.shape[1]) >= depth
+    step = np.abs(rows).max(axis=1, keepdims=True) / 127
+    assert (np.abs(values[:, :depth] - rows) <= 0.51 * step).all()
+    assert (values[:, depth:] == 0).all()
 
 
 def test_a_group_that_does_not_divide_a_row_is_refused() -> None:
