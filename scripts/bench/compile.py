@@ -3,8 +3,8 @@
 
     scripts/bench/compile.py [--shape NAME] [--jobs 2] [--only ROW,ROW] [--json FILE]
 
-In `whole-graph` every node has its own code, as without templates; `shared-kernels` is one module that
-calls kernels which others call too; `no-templates` has an object for each partition, and shared kernels.
+In `whole-graph` every node has its own code, as without templates; `shared-kernels` is one module
+whose parts call the same kernels; `no-templates` has an object for each partition, and those too.
 Each row starts from an empty cache. No weights are made or read. Rows up to `warm` call the stages
 one after the other: `compile` has the start of its processes in it. Rows from `build` on are the
 command `buddy-pipeline build` as a user types it, timed from outside; it compiles while it still

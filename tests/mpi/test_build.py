@@ -4,7 +4,7 @@ import json
 import os
 import platform
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -24,6 +24,10 @@ def note(event, given):
         with open({log!r}, "a") as file:
             file.write(f"{{os.getpid()}} {{os.fspath(given[1])}}\\n")
 sys.addaudithook(note)
+if os.environ.get("HOST_OF_EACH_RANK"):
+    import socket
+    name = f"host{{os.environ.get('PMI_RANK')}}"
+    socket.gethostname = lambda: name
 """
 
 
@@ -40,11 +44,22 @@ class Built:
         self.model = ("--spec", self.spec, "--local-model", model)
 
     def run(self, *arguments: object, ranks: int = 1) -> Ended:
-        paths = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
-        env = {"PYTHONPATH": os.pathsep.join(paths)}
-        ended = buddy_pipeline(*arguments, ranks=ranks, cache=self.cache, env=env)
+        ended = buddy_pipeline(*arguments, ranks=ranks, cache=self.cache, env=self._environment())
         assert ended.code == 0, ended.stderr
         return ended
+
+    def on_two_hosts(self, arguments: Sequence[object], *of_each: Sequence[object]) -> Ended:
+        """The command on two ranks that think themselves on hosts of their own, each with some
+        arguments of its own."""
+        first, second = (["-n", 1, COMMAND, *arguments, *own] for own in of_each)
+        env = {**self._environment(), "HOST_OF_EACH_RANK": "yes"}
+        ended = buddy_pipeline(command=[MPIRUN, *first, ":", *second], env=env)
+        assert ended.code == 0, ended.stderr
+        return ended
+
+    def _environment(self) -> dict[str, str]:
+        paths = [str(self.folder), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"PYTHONPATH": os.pathsep.join(paths)}
 
     def build(self, *arguments: object, ranks: int = 1) -> Ended:
         return self.run("build", *self.model, "--build-dir", self.root, *arguments, ranks=ranks)
@@ -144,6 +159,40 @@ def test_every_rank_compiles_its_own_share_into_the_cache(make: Callable[[str], 
     shares = sorted(line for line in ended.stdout.splitlines() if line.startswith("rank "))
     assert [line.split(",")[0] for line in shares] == ["rank 0 of 2 (LAST)", "rank 1 of 2 (FIRST)"]
     assert set(built.written(built.cache).values()) == {1}
+
+
+def test_hosts_that_share_a_directory_but_no_cache_build_it_together(
+    make: Callable[[str], Built],
+) -> None:
+    together, one = make("together"), make("one")
+    caches = [together.folder / "cache0", together.folder / "cache1"]
+    build = ["build", *together.model, "--build-dir", together.root]
+    together.on_two_hosts(build, *(["--cache-dir", cache] for cache in caches))
+    one.build("--world", 2)
+    assert together.files() == one.files()
+    twice = {name for name, times in together.written(together.root).items() if times > 1}
+    assert twice == {"partition_manifest.json"}
+    objects = [{path.name for path in (cache / "objects").iterdir()} for cache in caches]
+    assert objects[0] and objects[1] and not objects[0] & objects[1]
+    assert not list((caches[1] / "plans").iterdir())  # who does not lead exports nothing
+
+
+def test_hosts_with_a_directory_each_build_and_run_their_own_ranks(
+    make: Callable[[str], Built],
+) -> None:
+    built, one = make("built"), make("one")
+    roots = [["--build-dir", built.folder / name] for name in ("build0", "build1")]
+    cache = ["--cache-dir", built.cache]
+    built.on_two_hosts(["build", *built.model, *cache], *roots)
+    assert set(built.written(built.cache).values()) == {1}
+    for rank, (_, root) in enumerate(roots):
+        manifest = json.loads((Path(str(root)) / "partition_manifest.json").read_text())
+        assert manifest["ranks"] == [rank] and manifest["world"] == 2
+    ask = ["--prompt", "One, two", "--max-tokens", 4, "--ignore-eos"]
+    out = built.folder / "out.json"
+    built.on_two_hosts(["run", *ask, "--json", out, *cache], *roots)
+    expected = answer(one.folder / "out.json", *one.model, *ask, cache=one.cache)
+    assert json.loads(out.read_text())["token_ids"] == expected["token_ids"]
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names two CPUs of x86-64")
