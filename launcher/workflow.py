@@ -126,7 +126,7 @@ def compile_directory_command(
         if team.leads:
             _print_objects(built)
             print(_compiled_line(built, seconds))
-            if time_report is not None:
+            if time_report is not None and world.rank == 0:
                 _write_report(time_report, {"compile": seconds}, built)
     return 0
 
@@ -153,7 +153,7 @@ def build_command(
         seconds = time.perf_counter() - started
         if team.leads:
             print(f"  {seconds:.2f} s in all")
-            if time_report is not None:
+            if time_report is not None and world.rank == 0:
                 _write_report(time_report, {**stages, "total": seconds}, built)
     return 0
 
