@@ -76,6 +76,10 @@ _POST_NORMS = _weights(
 _SANDWICH_NORMS = _weights(
     "model.layers.{}.input_layernorm", "model.layers.{}.pre_feedforward_layernorm"
 )
+_EXPERTS = _weights(
+    "model.layers.{}.mlp.gate",
+    *(f"model.layers.{{}}.mlp.experts.{p}_proj" for p in ("gate", "up", "down")),
+)
 _LLAMA_BLOCK = _both(*_ATTENTION, *_MLP) + _PRE_NORMS
 _PERMUTED = (("q_proj", Change.QUERY_ROWS), ("k_proj", Change.KEY_ROWS))
 _GPT2_MODULES = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
@@ -85,7 +89,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "llama",
         "LlamaForCausalLM",
         _TOP,
-        _LLAMA_BLOCK,
+        _LLAMA_BLOCK + _EXPERTS,  # Mixtral's are llama's with experts
         _PERMUTED,
         rope_factor_tensors=("rope_freqs.weight",),
     ),
@@ -100,6 +104,12 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Qwen3ForCausalLM",
         _TOP,
         _both(*_ATTENTION) + _weights(*_MLP) + _HEAD_NORMS + _PRE_NORMS,
+    ),
+    "qwen3moe": Architecture(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        _TOP,
+        _both(*_ATTENTION) + _EXPERTS + _HEAD_NORMS + _PRE_NORMS,
     ),
     "gemma2": Architecture(
         "gemma2",

@@ -30,6 +30,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attn_logit_softcapping": (0,),
     "embedding_scale": (0, 1),
     "expert_count": (0,),
+    "expert_shared_count": (0,),
+    "expert_weights_scale": (0, 1),
     "final_logit_softcapping": (0,),
     "logit_scale": (0, 1),
     "nextn_predict_layers": (0,),

@@ -43,13 +43,25 @@ def _biases(header: GgufHeader, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama(header: GgufHeader, fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
-    """Llama, or Mistral, which GGUF calls llama too: with a window it can only be Mistral."""
+    """Llama, or Mistral or Mixtral, which GGUF calls llama too: with a window it can only be
+    Mistral, with experts Mixtral."""
     biases = _biases(header, config)
     window = fields.window("attention.sliding_window")
-    if window is None:
+    experts = _experts(header, fields)
+    if window is None and not experts:
         return biases
+    key = "expert_count" if experts else "attention.sliding_window"
     if any(biases.values()):
-        raise fields.error("attention.sliding_window", "absent in a model with biases")
+        raise fields.error(key, "absent in a model with biases")
+    if experts:
+        count, used = experts
+        return {
+            "architectures": ["MixtralForCausalLM"],
+            "model_type": "mixtral",
+            "sliding_window": window,
+            "num_local_experts": count,
+            "num_experts_per_tok": used,
+        }
     return {
         "architectures": ["MistralForCausalLM"],
         "model_type": "mistral",
@@ -59,6 +71,32 @@ def _llama(header: GgufHeader, fields: Fields, config: dict[str, Any]) -> dict[s
 
 def _qwen3(header: GgufHeader, fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
     return {"attention_bias": _has_bias(header, config, *_ATTENTION)}
+
+
+def _experts(header: GgufHeader, fields: Fields) -> tuple[int, int] | None:
+    """How many experts there are and how many a token gets, None for a model without."""
+    if fields.window("expert_count"):
+        count, used = fields.size("expert_count"), fields.size("expert_used_count")
+        if used > count:
+            raise fields.error("expert_used_count", f"at most the number of experts, {count}")
+        return count, used
+    stray = next((name for name in header.tensors if "_exps." in name), None)
+    if stray is not None:
+        raise fields.error("expert_count", f"positive in a file with a tensor {stray}")
+    return None
+
+
+def _qwen3moe(header: GgufHeader, fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
+    """llama.cpp divides the weights of a token's experts by their sum, as published models do."""
+    experts = _experts(header, fields)
+    if experts is None:
+        raise fields.error("expert_count", "the number of experts")
+    return _qwen3(header, fields, config) | {
+        "num_experts": experts[0],
+        "num_experts_per_tok": experts[1],
+        "moe_intermediate_size": fields.size("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+    }
 
 
 def _gemma2(header: GgufHeader, fields: Fields, config: dict[str, Any]) -> dict[str, Any]:
@@ -139,8 +177,9 @@ class Family:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(_llama, ("attention.sliding_window",)),
+    "llama": Family(_llama, ("attention.sliding_window", "expert_count")),
     "qwen3": Family(_qwen3),
+    "qwen3moe": Family(_qwen3moe, ("expert_count",)),
     "gemma2": Family(
         _gemma2,
         ("attention.sliding_window", "attn_logit_softcapping", "final_logit_softcapping"),

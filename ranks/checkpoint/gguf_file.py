@@ -5,6 +5,7 @@ from typing import Any
 
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint.checkpoint import Checkpoint, TensorInfo
+from buddy_pipeline.ranks.checkpoint.expert_stack import is_stack, join_stacks
 from buddy_pipeline.ranks.checkpoint.gguf_architectures import ARCHITECTURES, Change, hf_names
 from buddy_pipeline.ranks.checkpoint.gguf_config import hf_config
 from buddy_pipeline.ranks.checkpoint.gguf_header import (
@@ -42,7 +43,7 @@ def open_gguf(path: Path) -> Checkpoint:
         hf_name: _tensor(header, config, hf_name, header.tensors[name], spec.change_of(hf_name))
         for name, hf_name in names.items()
     }
-    return Checkpoint(path, config, stored, gguf_tokenizer_source(header))
+    return Checkpoint(path, config, join_stacks(path, stored), gguf_tokenizer_source(header))
 
 
 def _architecture(header: GgufHeader) -> str:
@@ -77,7 +78,7 @@ def _tensor(
     change: Change,
 ) -> GgufTensor:
     """Describe a tensor as Hugging Face has it, checking that its change can be undone."""
-    needed = (2,) if change is Change.TRANSPOSED else (1, 2)
+    needed = (2,) if change is Change.TRANSPOSED else (3,) if is_stack(hf_name) else (1, 2)
     if len(entry.shape) not in needed:
         raise UserError(
             f"{header.path}: tensor {shown(entry.name)} has {len(entry.shape)} dimensions; "

@@ -1,6 +1,7 @@
 """Reading rows of one GGUF tensor as Hugging Face has them."""
 
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES
@@ -36,9 +37,15 @@ class GgufTensor:
             return self._columns(start, stop)
         if self.change in (Change.QUERY_ROWS, Change.KEY_ROWS):
             return self._permuted_rows(start, stop)
+        if len(self.info.shape) == 3:
+            each = self.info.shape[1]
+            values = self.outputs(start * each, stop * each)
+            return values.reshape(stop - start, *self.info.shape[1:])
         return read_stored(self.file, self.entry, start, stop)
 
     def outputs(self, start: int, stop: int) -> np.ndarray:
+        if len(self.info.shape) == 3:
+            return read_stored(self.file, self.entry, start, stop)
         return self.rows(start, stop)
 
     def keeps_outputs(self, transposed: bool) -> bool:
@@ -106,10 +113,11 @@ class GgufTensor:
 def read_stored(
     file: MappedFile, entry: GgufTensorEntry, start: int = 0, stop: int | None = None
 ) -> np.ndarray:
-    """Read a tensor of one or two dimensions as it is stored, in float32.
+    """Read a vector, a matrix or the matrices of a stack as they are stored, in float32.
 
     Args:
-        start, stop: the rows wanted of a matrix, by default all; a vector is read whole.
+        start, stop: the rows wanted, those of a stack counted through, by default all; a vector is
+            read whole.
     """
     stored = _row_bytes_of(file, entry)
     stop = len(stored) if stop is None else stop
@@ -117,10 +125,10 @@ def read_stored(
     dequantize(stored[start:stop], entry.type, out)
     row_bytes = stored.shape[1]
     file.release(entry.begin + start * row_bytes, entry.begin + stop * row_bytes)
-    return out if len(entry.shape) == 2 else out[0]
+    return out if len(entry.shape) > 1 else out[0]
 
 
 def _row_bytes_of(file: MappedFile, entry: GgufTensorEntry) -> np.ndarray:
     """The tensor's bytes, uint8 [rows, bytes of a row]; a one-dimensional tensor is one row."""
-    rows = entry.shape[0] if len(entry.shape) == 2 else 1
+    rows = prod(entry.shape[:-1])
     return file.view(entry.begin, entry.end).reshape(rows, -1)

@@ -75,6 +75,29 @@ def test_every_world_gives_the_same_bits(
     assert alone == ask(tmp_path / "b.json", spec, mixed, cache, "--variant", "gguf", ranks=2)
 
 
+#: Of each layer's experts, different ones; rows of 64 and 96 elements.
+EXPERTS = {
+    "blk.0.ffn_down_exps": Q.Q8_0,
+    "blk.1.ffn_gate_exps": Q.Q5_1,
+    "blk.1.ffn_up_exps": Q.Q5_1,
+}
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3moe"])
+def test_experts_are_exact(case: str, spec: Path, tmp_path: Path, cache: Path) -> None:
+    model = write_gguf(tmp_path / "m.gguf", case, random_model(case), Q.Q4_0, EXPERTS)
+    exact = ask(tmp_path / "a.json", spec, model, cache, "--variant", "gguf", "--exact")
+    assert exact == ask(tmp_path / "b.json", spec, model, cache, "--variant", "f32")
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_experts_of_every_world_give_the_same_bits(spec: Path, tmp_path: Path, cache: Path) -> None:
+    model = write_gguf(tmp_path / "m.gguf", "mixtral", random_model("mixtral"), Q.Q4_0, EXPERTS)
+    alone = ask(tmp_path / "a.json", spec, model, cache, "--variant", "gguf")
+    assert alone == ask(tmp_path / "b.json", spec, model, cache, "--variant", "gguf", ranks=2)
+
+
 def test_int8_activations_change_logits_a_little(
     mixed: Path, spec: Path, tmp_path: Path, cache: Path
 ) -> None:

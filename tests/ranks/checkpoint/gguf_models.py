@@ -75,6 +75,17 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "qwen2": ("qwen2", "qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", "qwen3", {"head_dim": 32, "rope_theta": 1000000.0}),
+    "qwen3moe": (
+        "qwen3moe",
+        "qwen3_moe",
+        {"head_dim": 32, "num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True}
+        | {"moe_intermediate_size": 32},
+    ),
+    "mixtral": (
+        "llama",
+        "mixtral",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
+    ),
     "gemma2": (
         "gemma2",
         "gemma2",
@@ -164,10 +175,12 @@ def write_gguf(
     for name, values in _converted(architecture, model):
         stored = values
         kind = next((k for text, k in (others or {}).items() if text in name), matrices)
-        if values.ndim != 2:
+        if values.ndim == 1 or "gate_inp" in name:
             kind = GGMLQuantizationType.F32
         elif kind in K_TYPES:
-            stored = random_blocks(kind.name.lower(), *values.shape, largest=2e-4)
+            outputs = values.size // values.shape[-1]
+            stored = random_blocks(kind.name.lower(), outputs, values.shape[-1], largest=2e-4)
+            stored = stored.reshape(*values.shape[:-1], -1)
         elif kind != GGMLQuantizationType.F32:
             stored = quants.quantize(np.ascontiguousarray(values), kind)
         writer.add_tensor(name, np.ascontiguousarray(stored), raw_dtype=kind)
@@ -191,7 +204,7 @@ def _converted(architecture: str, model: Any) -> list[tuple[str, np.ndarray]]:
     heads = getattr(model.config, "num_attention_heads", 1)
     kv_heads = getattr(model.config, "num_key_value_heads", heads)
     tensors = []
-    for name, values in hf_tensors(model).items():
+    for name, values in _without_joined_experts(hf_tensors(model)).items():
         if architecture in ("llama", "granite") and ".q_proj." in name:
             values = _permuted(values, heads)
         if architecture in ("llama", "granite") and ".k_proj." in name:
@@ -202,6 +215,19 @@ def _converted(architecture: str, model: Any) -> list[tuple[str, np.ndarray]]:
             values = values.T
         tensors.append((names.get_name(name, try_suffixes=(".weight", ".bias")), values))
     return tensors
+
+
+def _without_joined_experts(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Stacks called as the matrices that published checkpoints hold for each expert."""
+    result = {}
+    for name, values in tensors.items():
+        module, _, matrix = name.rpartition(".")
+        if matrix == "gate_up_proj":
+            gate, up = np.split(values, 2, axis=1)
+            result |= {f"{module}.gate_proj.weight": gate, f"{module}.up_proj.weight": up}
+        else:
+            result[f"{name}.weight" if matrix == "down_proj" else name] = values
+    return result
 
 
 def _permuted(values: np.ndarray, heads: int) -> np.ndarray:
@@ -239,6 +265,12 @@ def _write_shape(writer: GGUFWriter, architecture: str, config: Any) -> None:
         return
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count_kv(config.num_key_value_heads)
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+    if architecture == "qwen3moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     if "head_dim" in config.to_dict():
         writer.add_key_length(head_dim)

@@ -83,9 +83,21 @@ REFUSED: dict[str, tuple[Gguf, str]] = {
         with_fields(tiny_llama(), raw.number("llama.block_count", 1 << 30)),
         "llama.block_count is 1073741824",
     ),
-    "experts": (
+    "experts without how many are used": (
         with_fields(tiny_llama(), raw.number("llama.expert_count", 8)),
-        "llama.expert_count is 8",
+        "llama.expert_used_count",
+    ),
+    "more experts used than there are": (
+        with_fields(
+            tiny_llama(),
+            raw.number("llama.expert_count", 8),
+            raw.number("llama.expert_used_count", 9),
+        ),
+        "llama.expert_used_count is 9",
+    ),
+    "shared experts": (
+        with_fields(tiny_llama(), raw.number("llama.expert_shared_count", 1)),
+        "llama.expert_shared_count is 1",
     ),
     "partial rotary": (
         with_fields(tiny_llama(), raw.number("llama.rope.dimension_count", 1)),

@@ -124,6 +124,41 @@ def test_quantised_matrices_are_their_dequantised_values(
         np.testing.assert_array_equal(part, expected[7:29], err_msg=name)
 
 
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q8_0", "Q4_1"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3moe"])
+def test_stacks_of_experts_are_their_dequantised_values(
+    tmp_path: Path, converted: Callable[[str], Converted], case: str, kind: str
+) -> None:
+    ggml_type = GGMLQuantizationType[kind]
+    model, _ = converted(case)
+    checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", case, model, ggml_type))
+    stacks = {name: values for name, values in hf_tensors(model).items() if values.ndim == 3}
+    assert len(stacks) == 4
+    for name, values in stacks.items():
+        expected = quants.dequantize(quants.quantize(values, ggml_type), ggml_type)
+        expected = expected.reshape(values.shape)
+        assert checkpoint.expect(name, shape=values.shape).dtype == kind
+        np.testing.assert_array_equal(checkpoint.read(name), expected, err_msg=name)
+        np.testing.assert_array_equal(checkpoint.read_rows(name, 1, 3), expected[1:3])
+        outputs = expected.reshape(-1, values.shape[-1])
+        np.testing.assert_array_equal(checkpoint.read_outputs(name, 5, 150), outputs[5:150])
+        assert checkpoint.keeps_outputs(name, transposed=False)
+        stored = quants.quantize(outputs[5:150], ggml_type).view(np.uint8)
+        if kind != "Q4_1":  # whose scales change when values are quantised again
+            np.testing.assert_array_equal(checkpoint.stored_outputs(name, 5, 150), stored)
+
+
+def test_experts_in_a_file_that_counts_none_are_refused(
+    tmp_path: Path, converted: Callable[[str], Converted]
+) -> None:
+    from buddy_pipeline.partition.errors import UserError
+
+    path = write_gguf(tmp_path / "m.gguf", "mixtral", converted("mixtral")[0])
+    path.write_bytes(path.read_bytes().replace(b"llama.expert_count", b"llama.expert_kount"))
+    with pytest.raises(UserError, match=r"expert_count .* positive in a file with .*_exps"):
+        open_checkpoint(path)
+
+
 def test_llama3_scaling_of_the_published_models_is_recognised() -> None:
     """Factors of Llama 3.1 and 3.2, which transformers computes, give their published values."""
     from buddy_pipeline.ranks.checkpoint.gguf_rope import _llama3, _llama3_factors
