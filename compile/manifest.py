@@ -19,9 +19,9 @@ FORMAT_VERSION = 3
 #: Every value's row is padded to this many elements, whatever the target's vectors, so that ranks
 #: with different CPUs agree on what crosses.
 ROW_PAD = 32
-#: Positions that attention takes at once; a slot's KV memory holds a whole number of blocks.
+#: Positions whose keys lie side by side; a slot's KV memory holds a whole number of blocks.
 KV_BLOCK = 32
-#: Positions of one partial result of attention; a whole number of blocks.
+#: Positions of one softmax and partial result of attention; a whole number of blocks.
 KV_SPAN = 256
 #: Elements of a cached head that share a scale where the cache is int8.
 KV_SCALE_BLOCK = 32

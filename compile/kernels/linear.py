@@ -62,6 +62,8 @@ _TILE_ARGS = [
     ("scales", "!llvm.ptr"),
     ("first", "i1"),
     ("last", "i1"),
+    ("ahead", "!llvm.ptr"),
+    ("pace", "i64"),
 ]
 _RANGE_ARGS = [
     ("a", "!llvm.ptr"),
@@ -98,11 +100,12 @@ class _Linear(LinearParts):
         return panels_for(self.target, self.form, rows)
 
     def _tile(self, shape: TileShape) -> None:
-        """`tile(a, w, wstride, c, ldc, depth, bias, scales, first, last)`: c[rows][panels·panel]
-        (+)= a · w.
+        """`tile(a, w, wstride, c, ldc, depth, bias, scales, first, last, ahead, pace)`:
+        c[rows][panels·panel] (+)= a · w.
 
         Rows of `a` are `row_bytes` apart, panels of `w` and their `scales` `wstride` bytes; `first`
-        says whether chains begin or go on from what c holds, `last` whether they end here.
+        says whether chains begin or go on from what c holds, `last` whether they end here. Large
+        tiles fetch what lies at `ahead`, `pace` bytes for each unit.
         """
         t, target, form = self.t, self.target, self.form
         lanes, vector = target.lanes, self.vector
@@ -130,7 +133,8 @@ class _Linear(LinearParts):
                 inputs = t.gep("%a", t.mul(number, t.constant(unit_inputs)), "i8")
                 bases = [t.gep(panel, offset, "i8") for panel in panels]
                 if shape.rows >= PREFETCH_ROWS and shape.panels == 1:
-                    self.prefetch(t.gep(bases[0], "%wstride", "i8"), count * unit_bytes)
+                    place = t.gep("%ahead", t.mul(number, "%pace"), "i8")
+                    self.prefetch(place, count * unit_bytes)
                 for step in range(count):
                     accumulators = form.emit_unit(
                         t,
@@ -220,6 +224,7 @@ class _Linear(LinearParts):
         with t.function(f"few_tokens_{rows}", _RANGE_ARGS, private=True):
             zero, one, block = t.constant(0), t.constant(1), self.block()
             panel_size = self.panel_bytes()
+            unit = t.constant(self.form.unit_bytes(self.target.panel))
 
             def tile(shape: TileShape, panel: str) -> None:
                 scales = t.gep("%w", t.mul(panel, panel_size), "i8")
@@ -231,8 +236,9 @@ class _Linear(LinearParts):
                     a = t.gep("%a", t.mul(number, t.constant(rows * self.row_bytes)), "i8")
                     wk = self.weights_at(scales, k.index)
                     ends = self.ends(k.index, depth)
+                    ahead = [t.gep(wk, panel_size, "i8"), unit]
                     self._call_tile(
-                        shape, [a, wk, panel_size, c, "%ldo", depth, bias, scales, *ends]
+                        shape, [a, wk, panel_size, c, "%ldo", depth, bias, scales, *ends, *ahead]
                     )
 
             group, low = self._group(rows), "%low"
@@ -253,6 +259,7 @@ class _Linear(LinearParts):
         with t.function("many_tokens", args, private=True):
             zero, one, block = t.constant(0), t.constant(1), self.block()
             panel_size = self.panel_bytes()
+            unit = t.constant(self.form.unit_bytes(target.panel))
             blocks = ceil_div(t, "%tokens", self.tile_rows * BLOCK_TILES)
             with t.loop(zero, blocks, one) as b:
                 # The part of this thread's unit range that lies in token block b.
@@ -262,10 +269,12 @@ class _Linear(LinearParts):
                 row_low, row_high = thread_share(t, "%tokens", b.index, blocks)
                 rows = t.binary("arith.subi", row_high, row_low)
                 tiles = ceil_div(t, rows, self.tile_rows)
+                pace = t.binary("arith.ceildivui", unit, tiles)
                 mine = t.compare("slt", low, high)
                 with t.loop(zero, t.select(mine, "%depth", zero, "i64"), block) as k:
                     depth = self.block_depth(k.index, block)
                     ends = self.ends(k.index, depth)
+                    units = ceil_div(t, depth, self.form.unit)
                     x = t.gep(t.gep("%x", t.mul(row_low, "%ldx")), k.index)
                     self.call_copy([x, "%ldx", "%scratch", rows, depth])
                     with t.loop(low, high, one) as panel:
@@ -278,7 +287,9 @@ class _Linear(LinearParts):
                             a = t.gep("%scratch", t.mul(start, t.constant(self.row_bytes)), "i8")
                             row = t.add(row_low, start)
                             c = t.gep(t.gep("%out", t.mul(row, "%ldo")), column)
-                            call = [a, w, panel_size, c, "%ldo", depth, bias, scales, *ends]
+                            part = t.mul(t.mul(units, tile.index), pace)
+                            ahead = [t.gep(t.gep(w, panel_size, "i8"), part, "i8"), pace]
+                            call = [a, w, panel_size, c, "%ldo", depth, bias, scales, *ends, *ahead]
                             t.switch(
                                 t.binary("arith.subi", end, start),
                                 {
