@@ -28,7 +28,7 @@ from buddy_pipeline.compile.kernels.linear_parts import (
 )
 from buddy_pipeline.compile.kernels.matrix_linear import MatrixLinear, matrix_scratch_bytes
 from buddy_pipeline.compile.kernels.step import thread_share
-from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.compile.mlir_text import CACHE_LINE, Text
 from buddy_pipeline.compile.target import Target
 
 #: Tiles of this many rows or more have time to fetch the next panel beside their own work.
@@ -126,6 +126,7 @@ class _Linear(LinearParts):
                 for output in outputs:
                     t.prefetch(output, nearest=True, write=True)
             start = self._start(shape, outputs)
+            fast = t.compare("ugt", "%pace", t.constant(unit_bytes // 2))
 
             def steps(number: str, accumulators: list[str], count: int) -> list[str]:
                 """`count` units of every chain, from unit `number` on."""
@@ -134,7 +135,12 @@ class _Linear(LinearParts):
                 bases = [t.gep(panel, offset, "i8") for panel in panels]
                 if shape.rows >= PREFETCH_ROWS and shape.panels == 1:
                     place = t.gep("%ahead", t.mul(number, "%pace"), "i8")
-                    self.prefetch(place, count * unit_bytes)
+                    size = count * unit_bytes
+                    half = max(CACHE_LINE, size // 2)
+                    self.prefetch(place, half)
+                    if half < size:
+                        with t.when(fast):
+                            self.prefetch(t.gep(place, half, "i8"), size - half)
                 for step in range(count):
                     accumulators = form.emit_unit(
                         t,
