@@ -28,7 +28,7 @@ from buddy_pipeline.compile.kernels.linear_parts import (
 )
 from buddy_pipeline.compile.kernels.matrix_linear import MatrixLinear, matrix_scratch_bytes
 from buddy_pipeline.compile.kernels.step import thread_share
-from buddy_pipeline.compile.mlir_text import CACHE_LINE, Text
+from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
 #: Tiles of this many rows or more have time to fetch the next panel beside their own work.
@@ -105,7 +105,7 @@ class _Linear(LinearParts):
 
         Rows of `a` are `row_bytes` apart, panels of `w` and their `scales` `wstride` bytes; `first`
         says whether chains begin or go on from what c holds, `last` whether they end here. Large
-        tiles fetch what lies at `ahead`, `pace` bytes for each unit.
+        tiles fetch what lies at `ahead`, `pace` bytes for each unit; if it is null, the next panel.
         """
         t, target, form = self.t, self.target, self.form
         lanes, vector = target.lanes, self.vector
@@ -126,21 +126,23 @@ class _Linear(LinearParts):
                 for output in outputs:
                     t.prefetch(output, nearest=True, write=True)
             start = self._start(shape, outputs)
-            fast = t.compare("ugt", "%pace", t.constant(unit_bytes // 2))
+            units = ceil_div(t, "%depth", form.unit)
+            unroll = max(1, 8 // (shape.rows * form.unit))
+            rest = t.op(f"arith.remui {units}, {t.constant(unroll)} : i64")
+            whole = t.binary("arith.subi", units, rest)
+            kinds = [vector] * len(places)
 
-            def steps(number: str, accumulators: list[str], count: int) -> list[str]:
-                """`count` units of every chain, from unit `number` on."""
+            def steps(number: str, accumulators: list[str], count: int, fetched: int) -> list[str]:
+                """`count` units of every chain, from unit `number` on, with `fetched` bytes of what
+                comes later for each."""
                 offset = t.mul(number, t.constant(unit_bytes))
                 inputs = t.gep("%a", t.mul(number, t.constant(unit_inputs)), "i8")
                 bases = [t.gep(panel, offset, "i8") for panel in panels]
-                if shape.rows >= PREFETCH_ROWS and shape.panels == 1:
+                if fetched == unit_bytes:
+                    self.prefetch(t.gep(bases[0], "%wstride", "i8"), count * fetched)
+                elif fetched:
                     place = t.gep("%ahead", t.mul(number, "%pace"), "i8")
-                    size = count * unit_bytes
-                    half = max(CACHE_LINE, size // 2)
-                    self.prefetch(place, half)
-                    if half < size:
-                        with t.when(fast):
-                            self.prefetch(t.gep(place, half, "i8"), size - half)
+                    self.prefetch(place, count * fetched)
                 for step in range(count):
                     accumulators = form.emit_unit(
                         t,
@@ -152,17 +154,27 @@ class _Linear(LinearParts):
                     )
                 return accumulators
 
-            units = ceil_div(t, "%depth", form.unit)
-            unroll = max(1, 8 // (shape.rows * form.unit))
-            rest = t.op(f"arith.remui {units}, {t.constant(unroll)} : i64")
-            whole = t.binary("arith.subi", units, rest)
-            with t.loop(zero, whole, t.constant(unroll), [(s, vector) for s in start]) as main:
-                main.next = steps(main.index, main.carried, unroll)
-            results = main.results
-            if unroll > 1:
-                with t.loop(whole, units, one, [(r, vector) for r in results]) as tail:
-                    tail.next = steps(tail.index, tail.carried, 1)
-                results = tail.results
+            def chains(fetched: int) -> list[str]:
+                begun = [*zip(start, kinds, strict=True)]
+                with t.loop(zero, whole, t.constant(unroll), begun) as main:
+                    main.next = steps(main.index, main.carried, unroll, fetched)
+                results = main.results
+                if unroll > 1:
+                    begun = [*zip(results, kinds, strict=True)]
+                    with t.loop(whole, units, one, begun) as tail:
+                        tail.next = steps(tail.index, tail.carried, 1, fetched)
+                    results = tail.results
+                return results
+
+            if shape.rows >= PREFETCH_ROWS and shape.panels == 1:
+                # A panel's only tile fetches the next panel. Of several each fetches a part, at
+                # most half: all of it during the first would be a burst that holds up the tile
+                # itself (75 and 83 % of the peak, f32 weights from memory).
+                alone = t.is_null("%ahead")
+                half = unit_bytes // 2
+                results = t.choose(alone, lambda: chains(unit_bytes), lambda: chains(half), kinds)
+            else:
+                results = chains(0)
             if form.scaled:
                 unscaled = results
                 results = t.choose(
@@ -230,7 +242,6 @@ class _Linear(LinearParts):
         with t.function(f"few_tokens_{rows}", _RANGE_ARGS, private=True):
             zero, one, block = t.constant(0), t.constant(1), self.block()
             panel_size = self.panel_bytes()
-            unit = t.constant(self.form.unit_bytes(self.target.panel))
 
             def tile(shape: TileShape, panel: str) -> None:
                 scales = t.gep("%w", t.mul(panel, panel_size), "i8")
@@ -242,7 +253,7 @@ class _Linear(LinearParts):
                     a = t.gep("%a", t.mul(number, t.constant(rows * self.row_bytes)), "i8")
                     wk = self.weights_at(scales, k.index)
                     ends = self.ends(k.index, depth)
-                    ahead = [t.gep(wk, panel_size, "i8"), unit]
+                    ahead = [t.op("llvm.mlir.zero : !llvm.ptr"), zero]
                     self._call_tile(
                         shape, [a, wk, panel_size, c, "%ldo", depth, bias, scales, *ends, *ahead]
                     )
