@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
@@ -54,13 +54,15 @@ def test_int8_is_within_half_a_step(rows: np.ndarray) -> None:
 
 
 @given(arrays(np.float32, (3, 64), elements=finite))
+@example(np.full((3, 64), 1.2e-6, np.float32))
 def test_int4_is_within_a_step(rows: np.ndarray) -> None:
-    """Half a step each of the code and of the zero, and what an f16 scale is off by."""
+    """Half a step each of the code and of the zero, and what an f16 scale is off by: numbers up to
+    128 · 2⁻²⁵ have none, and become zeros."""
     form = Int4Rows(32)
     values = form.dequantise(form.quantise(rows)).reshape(3, 2, 32)
     groups = rows.reshape(3, 2, 32)
     step = (np.maximum(groups.max(2), 0) - np.minimum(groups.min(2), 0)) / 15
-    assert (np.abs(values - groups) <= 1.02 * step[..., None] + 1e-6).all()
+    assert (np.abs(values - groups) <= 1.02 * step[..., None] + 4e-6).all()
 
 
 def test_int4_codes_are_exact_where_the_range_is_whole() -> None:
