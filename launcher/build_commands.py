@@ -18,7 +18,7 @@ from buddy_pipeline.launcher.settings import (
 )
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import parse_split
-from buddy_pipeline.ranks.world import detect_launcher, is_bystander
+from buddy_pipeline.ranks.mpi_launcher import detect_launcher, is_bystander
 
 
 def add_build_commands(app: typer.Typer) -> None:

@@ -20,7 +20,8 @@ from buddy_pipeline.compile.target import Target
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.exchange import all_gather, receive_record, send_record
 from buddy_pipeline.ranks.faults import exit_alone, guarded, together
-from buddy_pipeline.ranks.world import World, detect_launcher, join_world
+from buddy_pipeline.ranks.mpi_launcher import detect_launcher
+from buddy_pipeline.ranks.world import World, join_world
 
 _T = TypeVar("_T")
 _TAG = 7

@@ -4,7 +4,7 @@ import sys
 
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.error_lines import print_error
-from buddy_pipeline.ranks.world import detect_launcher
+from buddy_pipeline.ranks.mpi_launcher import detect_launcher
 
 
 def print_common_error(message: str) -> None:

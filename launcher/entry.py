@@ -9,6 +9,12 @@ import signal
 
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from buddy_pipeline.launcher.cli import main  # noqa: E402  (only now an interrupt may come)
+from buddy_pipeline.launcher.supervisor import supervise  # noqa: E402  (an interrupt may come now)
 
-__all__ = ["main"]
+
+def main() -> int:
+    """The command line of this process's arguments; its exit code."""
+    supervise()
+    from buddy_pipeline.launcher.cli import main as command_line
+
+    return command_line()

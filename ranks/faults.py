@@ -20,8 +20,9 @@ from buddy_pipeline.ranks.error_lines import (
     describe,
     print_error,
 )
+from buddy_pipeline.ranks.mpi_launcher import detect_launcher
 from buddy_pipeline.ranks.waiting import IDLE
-from buddy_pipeline.ranks.world import World, detect_launcher
+from buddy_pipeline.ranks.world import World
 
 _T = TypeVar("_T")
 

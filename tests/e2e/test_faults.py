@@ -1,6 +1,7 @@
 """What goes wrong for real users: the message, the exit code, and that nothing is left running."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -42,14 +43,30 @@ def lengthen(model: Path) -> None:
 
 
 def ranks_of(job: subprocess.Popen[str]) -> dict[int, psutil.Process]:
-    """The processes of a job's ranks, by rank."""
-    found = {}
+    """The processes that work as a job's ranks, by rank."""
+    return {rank: found[-1] for rank, found in processes_of(job).items() if len(found) == 2}
+
+
+def processes_of(job: subprocess.Popen[str]) -> dict[int, list[psutil.Process]]:
+    """By rank: the process that looks after it, and the one that works."""
+    found: dict[int, list[psutil.Process]] = {}
     for process in psutil.Process(job.pid).children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             environment = process.environ()
             if "PMI_RANK" in environment and COMMAND.name in " ".join(process.cmdline()):
-                found[int(environment["PMI_RANK"])] = process
+                found.setdefault(int(environment["PMI_RANK"]), []).append(process)
+    pids = {process.pid for of_rank in found.values() for process in of_rank}
+    for of_rank in found.values():
+        of_rank.sort(key=lambda process: process.ppid() in pids)
     return found
+
+
+def errors(job: subprocess.Popen[str]) -> list[str]:
+    """Our lines on standard error; MPICH's mpirun adds its own when ranks were killed."""
+    assert job.stderr is not None
+    text = job.stderr.read()
+    assert "Traceback" not in text
+    return re.findall(r"^buddy-pipeline: error: (.*)$", text, re.MULTILINE)
 
 
 def has_loaded_mpi(process: psutil.Process) -> bool:
@@ -74,9 +91,49 @@ def test_a_killed_rank_ends_the_job(victim: int, model: Path, cache: Path) -> No
         processes[victim].kill()
         job.wait(TIMEOUT_S)  # raises if the job hangs
         assert job.returncode != 0
-        assert job.stderr is not None
-        assert "Traceback" not in job.stderr.read()
+        (line,) = errors(job)
+        place = rf"rank {victim} of {WORLD} on \S+: process {processes[victim].pid}"
+        assert re.fullmatch(rf"{place} was killed by SIGKILL .*", line)
         assert eventually(lambda: not any(process.is_running() for process in processes.values()))
+    finally:
+        end(job)
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_a_rank_whose_supervisor_is_killed_ends_the_job_too(model: Path, cache: Path) -> None:
+    lengthen(model)
+    job = start(*ask(model, "--max-tokens", 499_000, "--ignore-eos"), ranks=WORLD, cache=cache)
+    try:
+        assert job.stdout is not None
+        assert job.stdout.read(200), "no text came"
+        processes = processes_of(job)
+        processes[1][0].kill()
+        job.wait(TIMEOUT_S)
+        assert job.returncode != 0
+        assert errors(job) == []
+        everyone = [process for of_rank in processes.values() for process in of_rank]
+        assert eventually(lambda: not any(process.is_running() for process in everyone))
+    finally:
+        end(job)
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.parametrize("victim", range(WORLD))
+@pytest.mark.parametrize("whom", ["worker", "supervisor"])
+def test_an_interrupt_of_one_rank_ends_the_job_in_silence(
+    whom: str, victim: int, model: Path, cache: Path
+) -> None:
+    lengthen(model)
+    job = start(*ask(model, "--max-tokens", 499_000, "--ignore-eos"), ranks=WORLD, cache=cache)
+    try:
+        assert job.stdout is not None and job.stderr is not None
+        assert job.stdout.read(200), "no text came"
+        processes_of(job)[victim][whom == "worker"].send_signal(signal.SIGINT)
+        job.wait(TIMEOUT_S)
+        assert job.returncode != 0
+        assert job.stderr.read() == ""
     finally:
         end(job)
 

@@ -14,6 +14,7 @@ class Interrupt:
 
 sys.meta_path.insert(0, Interrupt())
 from buddy_pipeline.launcher.entry import main
+main()
 """
 
 

@@ -8,7 +8,8 @@ from importlib.util import find_spec
 import pytest
 
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.ranks.world import Launcher, detect_launcher, join_world
+from buddy_pipeline.ranks.mpi_launcher import Launcher, detect_launcher
+from buddy_pipeline.ranks.world import join_world
 
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 OPEN_MPI = {
