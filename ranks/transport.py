@@ -14,21 +14,18 @@ copies without the sender's help, it cost a prefill 11 %; over TCP it gained at 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from buddy_pipeline.ranks.messages import Bounds, Kind, ProtocolError, Step, StepBuffer
-from buddy_pipeline.ranks.roll_call import RollCall, answer
+from buddy_pipeline.ranks.roll_call import Attendance, RollCall, check_threads
 from buddy_pipeline.ranks.waiting import EXCLUSIVE, SHARED, sharpen_sleep
 from buddy_pipeline.ranks.world import World
 
 _TAG = 1
 _RECEIVE_BUFFERS = 2  # one that the stage works on, one that the next message arrives in
 _SEND_BUFFERS = 2  # one on its way, one that the stage writes
-_GRACE_S = 2.0  # a rank's watchdog looks up to a second late
-
-
-class SilentRank(Exception):
-    """A rank has not answered rank 0 for too long."""
+_LOOKS_S = 0.5  # how often rank 0, while it waits, looks whether everyone has answered
 
 
 class Transport:
@@ -38,7 +35,7 @@ class Transport:
     input_bytes, output_bytes: payload a token of the messages that arrive and that leave.
     bounds: what a received step may refer to.
     in_flight: steps that rank 0 may start before it must receive the oldest.
-    step_timeout_s: rank 0 asks after the other ranks when it waits longer; None never does.
+    step_timeout_s: a rank that is not heard for longer ends the job; None waits for ever.
 
     A Step returned by `receive` is valid until the next `receive`; one returned by `begin` or
     `carry_on` until it is sent.
@@ -64,9 +61,8 @@ class Transport:
         self._source = (world.rank + 1) % world.world
         self._target = (world.rank - 1) % world.world
         self._bounds = bounds
-        self._step_timeout_s = step_timeout_s
-        self._roll_call = RollCall(self._comm) if step_timeout_s and world.rank == 0 else None
-        self._answers = bool(step_timeout_s) and world.rank != 0
+        self._roll_call: RollCall | None = None
+        self._attendance: Attendance | None = None
         self._patience = EXCLUSIVE if world.cores.exclusive else SHARED
         sharpen_sleep()
 
@@ -84,18 +80,24 @@ class Transport:
         self._sent = 0
         self._status = MPI.Status()
         self._pending: Any = self._post_receive(self._incoming[0])
+        if step_timeout_s is not None:
+            check_threads(MPI)
+            if world.rank == 0:
+                self._roll_call = RollCall(self._comm, step_timeout_s)
+            else:
+                self._attendance = Attendance(self._comm, step_timeout_s)
 
     def receive(self) -> Step:
         """Wait for the next message, check it and return it, the receive of its successor posted.
 
         Raises ProtocolError for a malformed message or one out of order, SilentRank if a rank is
-        stopped or out of reach, MPI.Exception if the MPI library reports that the neighbour is
-        gone.
+        stopped or out of reach (as do all methods that wait), MPI.Exception if the MPI library
+        reports that the neighbour is gone.
         """
         if self._pending is None:
             raise ProtocolError("receive after STOP: no message follows it")
         try:
-            self._await(self._pending)
+            self._until(lambda: self._pending.Test(self._status))
         except self._mpi.Exception as error:
             if error.Get_error_class() != self._mpi.ERR_TRUNCATE:
                 raise
@@ -141,6 +143,8 @@ class Transport:
         """Wait until everything sent has left; call after STOP was received."""
         for parcel in (*self._incoming, *self._outgoing):
             self._settle(parcel)
+        if self._roll_call is not None:
+            self._roll_call.close()
 
     def _free_buffer(self) -> StepBuffer:
         parcel = self._outgoing[self._sent % len(self._outgoing)]
@@ -156,47 +160,24 @@ class Transport:
 
     def _settle(self, parcel: _Parcel) -> None:
         if parcel.request is not None:
-            self._wait(parcel.request)
+            self._until(parcel.request.Test)
             parcel.request = None
 
-    def _await(self, request: Any) -> None:
-        """Wait for a message, answering and, on rank 0, asking whether everyone still runs."""
-        if self._answers:
-            answer(self._comm)
+    def _until(self, done: Callable[[], bool]) -> None:
+        """Wait, answering rank 0's calls: also a send may wait for the rank that is asked after."""
+        attendance = self._attendance
+        if attendance is not None:
 
-        def arrived() -> bool:
-            if self._answers:
-                answer(self._comm)
-            return request.Test(self._status)
+            def done_here() -> bool:
+                attendance.poll()
+                return done()
 
-        if self._roll_call is None or self._step_timeout_s is None:
-            self._patience.until(arrived)
-            return
-        while not self._patience.until(arrived, self._step_timeout_s):
-            self._roll_call.ask()
-            # In this time a rank that computes gets to its next message, or its watchdog ends it.
-            if self._patience.until(self._all_there, self._step_timeout_s + _GRACE_S):
-                continue
-            ranks, world = self._roll_call.silent(), self._comm.Get_size()
-            raise SilentRank(
-                f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} of {world} "
-                f"{'have' if len(ranks) > 1 else 'has'} not answered for "
-                f"{self._step_timeout_s + _GRACE_S:g} s (--step-timeout): stopped or out of reach"
-            )
-
-    def _all_there(self) -> bool:
-        assert self._roll_call is not None
-        return not self._roll_call.silent()
-
-    def _wait(self, request: Any) -> None:
-        """Wait for a send, answering: its receiver may be the rank that is asked after."""
-
-        def sent() -> bool:
-            if self._answers:
-                answer(self._comm)
-            return request.Test(self._status)
-
-        self._patience.until(sent)
+            self._patience.until(done_here)
+        elif self._roll_call is not None:
+            while not self._patience.until(done, _LOOKS_S):
+                self._roll_call.check()
+        else:
+            self._patience.until(done)
 
 
 class _Parcel:

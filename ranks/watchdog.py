@@ -10,6 +10,7 @@ import numpy as np
 from buddy_pipeline.ranks.engine import LastStage
 from buddy_pipeline.ranks.faults import end_now
 from buddy_pipeline.ranks.messages import Step
+from buddy_pipeline.ranks.roll_call import was_stopped
 from buddy_pipeline.ranks.world import World
 
 _LOOKS = 4
@@ -49,10 +50,14 @@ class WatchedStage:
 
     def _watch(self) -> None:
         pause = min(self._seconds / _LOOKS, _LONGEST_SLEEP_S)
+        looked = running_since = time.monotonic()
         while True:
             time.sleep(pause)
+            before, looked = looked, time.monotonic()
+            if was_stopped(before, looked):  # and with it the step
+                running_since = looked
             begun = self._begun
-            if begun is not None and time.monotonic() - begun[1] > self._seconds:
+            if begun is not None and looked - max(begun[1], running_since) > self._seconds:
                 end_now(
                     self._world,
                     f"step {begun[0]} has not ended within {self._seconds:g} s (--step-timeout)",

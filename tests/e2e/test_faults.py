@@ -120,6 +120,33 @@ def test_a_rank_whose_supervisor_is_killed_ends_the_job_too(model: Path, cache: 
 
 @needs_mpi
 @pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("victim", "witness", "silence"), [(0, 1, "been heard"), (1, 0, "answered")]
+)
+def test_a_rank_that_is_stopped_is_named_by_another(
+    victim: int, witness: int, silence: str, model: Path, cache: Path
+) -> None:
+    lengthen(model)
+    job = start(
+        *ask(model, "--max-tokens", 499_000, "--ignore-eos", "--step-timeout", 2),
+        ranks=WORLD,
+        cache=cache,
+    )
+    try:
+        assert job.stdout is not None
+        assert job.stdout.read(200), "no text came"
+        ranks_of(job)[victim].suspend()
+        job.wait(TIMEOUT_S)
+        assert job.returncode != 0
+        (line,) = errors(job)
+        place = rf"rank {witness} of {WORLD} on \S+: SilentRank: rank {victim} of {WORLD}"
+        assert re.fullmatch(rf"{place} has not {silence} for 4 s \(--step-timeout\): .*", line)
+    finally:
+        end(job)
+
+
+@needs_mpi
+@pytest.mark.mpi
 @pytest.mark.parametrize("victim", range(WORLD))
 @pytest.mark.parametrize("whom", ["worker", "supervisor"])
 def test_an_interrupt_of_one_rank_ends_the_job_in_silence(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -44,16 +45,7 @@ def mpirun(
     interrupt: (text, signal number): once the text is on stdout, send the signal to mpirun; the
     timeout then counts from there.
     """
-    job = subprocess.Popen(
-        [MPIRUN, "-n", str(ranks), sys.executable, ROOT / "tests/mpi" / script]
-        + [str(argument) for argument in arguments],
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    job = start(ranks, script, *arguments)
     try:
         seen = ""
         if interrupt is not None:
@@ -68,10 +60,35 @@ def mpirun(
     except subprocess.TimeoutExpired:
         pytest.fail(f"the job did not end within {timeout} s")
     finally:
-        if job.poll() is None:
-            os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+        end(job)
     return Ended(job.returncode, seen + stdout, stderr)
+
+
+def start(ranks: int, script: str, *arguments: object) -> subprocess.Popen[str]:
+    """Start what `mpirun` runs; give the job to `end` in the end."""
+    return subprocess.Popen(
+        [MPIRUN, "-n", str(ranks), sys.executable, ROOT / "tests/mpi" / script]
+        + [str(argument) for argument in arguments],
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(job: subprocess.Popen[str]) -> None:
+    """Kill a job that still runs."""
+    if job.poll() is None:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+
+
+def ranks_of(job: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes of the ranks that have been started so far."""
+    found = psutil.Process(job.pid).children(recursive=True)
+    return [process for process in found if sys.executable in process.cmdline()]
 
 
 def environment() -> dict[str, str]:

@@ -3,8 +3,8 @@
     pipeline.py [FAULT [RANK [STEP_TIMEOUT]]]
 
 Rank 0 prints a JSON object with what the pipeline computed. FAULT is one of the functions below
-that take a rank's `Faulty` stage, or a fault in preparation; RANK is where it happens ("all" for
-all).
+that take a rank's `Faulty` stage, one of PAUSES, or a fault in preparation; RANK is where it
+happens ("all" for all).
 """
 
 import json
@@ -132,6 +132,12 @@ FAULTS = {
 }
 
 
+PAUSES = {  # of rank 0 between two prompts, as where a user is asked what comes next
+    "idles": lambda: time.sleep(4.0),
+    "stopped_idle": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+}
+
+
 def prepare(world: World, fault: str) -> None:
     """Agree on the result of a preparation that may have failed."""
     problem = {
@@ -184,6 +190,10 @@ def main(fault: str = "", where: str = "all", step_timeout: str = "") -> None:
             return
         engine = fake_engine(stage, transport, world.world)
         try:
+            if here in PAUSES:
+                run(engine, {"first": [1, 2, 3]}, TOKENS)
+                print(here, flush=True)
+                PAUSES[here]()
             result = generate(engine)
         except UserError as error:
             if here != "declines":

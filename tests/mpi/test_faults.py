@@ -2,10 +2,21 @@
 
 import re
 import signal
+import time
 
 import pytest
 
-from tests.mpi.job import Ended, eventually, gone, mpirun, needs_mpi
+from tests.mpi.job import (
+    TIMEOUT_S,
+    Ended,
+    end,
+    eventually,
+    gone,
+    mpirun,
+    needs_mpi,
+    ranks_of,
+    start,
+)
 
 pytestmark = [pytest.mark.mpi, needs_mpi]
 
@@ -127,6 +138,40 @@ def test_a_rank_that_does_not_run_any_more_is_named(rank: int) -> None:
         r"\(--step-timeout\): stopped or out of reach",
         line,
     )
+
+
+@pytest.mark.parametrize("fault", ["stopped", "stopped_idle"])
+def test_rank_0_that_does_not_run_any_more_is_named_by_the_next(fault: str) -> None:
+    (line,) = messages(fail(fault, 0, 0.5))
+    assert re.fullmatch(
+        r"rank 1 of 3 on \S+: SilentRank: rank 0 of 3 has not been heard for 2\.5 s "
+        r"\(--step-timeout\): stopped or out of reach",
+        line,
+    )
+
+
+def test_a_job_that_idles_is_left_alone() -> None:
+    ended = mpirun(WORLD, "pipeline.py", "idles", 0, 0.5)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "together" in ended.stdout
+
+
+def test_a_job_that_is_stopped_as_a_whole_goes_on() -> None:
+    """As a batch system does that suspends a job: no rank takes the pause for another's silence."""
+    job = start(WORLD, "pipeline.py", "idles", 0, 0.5)
+    try:
+        assert job.stdout is not None
+        assert job.stdout.readline() == "idles\n"
+        ranks = ranks_of(job)
+        assert len(ranks) == WORLD
+        for rank in ranks:
+            rank.suspend()
+        time.sleep(3.5)  # longer than any rank waits for another
+        for rank in ranks:
+            rank.resume()
+        assert job.wait(TIMEOUT_S) == 0
+    finally:
+        end(job)
 
 
 def test_ranks_that_are_only_slow_are_waited_for() -> None:
