@@ -18,10 +18,15 @@ _STEPS_TRACK = 0
 
 
 def write_trace(path: Path, profiles: Sequence[RankProfile]) -> None:
-    """Writes every rank as a process: its steps on one track, its regions on one a thread."""
+    """Writes every rank as a process: its steps on one track, its regions on one a thread.
+
+    The times of a trace begin at 0: `otherData.start_ns` is what rank 0's `time.perf_counter_ns`
+    showed then.
+    """
     start = min(p.on_common_clock(p.begin) for p in profiles)
     with path.open("w", encoding="utf-8") as file:
-        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        file.write(f'{{"displayTimeUnit": "ms", "otherData": {{"start_ns": {start}}}, ')
+        file.write('"traceEvents": [\n')
         separator = ""
         for profile in profiles:
             for event in _events(profile, start):

@@ -19,16 +19,15 @@ else runs on the machine takes a core from a rank and makes the others wait for 
 from __future__ import annotations
 
 import json as json_text
-import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -134,7 +133,7 @@ def two_over_one(base: Task, rounds: int) -> list[Row]:
     shared = replace(many, world=2, balance="measured")
     ratio, spread = compare(many, shared, rounds)
     rows.append(("decode of 64, two ranks over one", f"{ratio:.2f} {spread}", "at least 1.8"))
-    rows.append(("busy while decoding", _busy(shared), "at least 90 % each"))
+    rows += _busy(shared)
     prompt = replace(base, name="prefill", prompt=1024)
     ratio, spread = compare(prompt, replace(prompt, world=2), rounds)
     rows.append(("prefill of 1,024, two ranks over one", f"{ratio:.2f} {spread}", "at least 1.65"))
@@ -148,11 +147,34 @@ def _cores(objects: Objects, count: int) -> CoreLimits:
     return found
 
 
-def _busy(task: Task) -> str:
-    """Each rank's busy share by the product's own profile, prompts and start included."""
-    environment = {**os.environ, "BUDDY_PIPELINE_PROFILE": "1"}
-    lines = _started(task, environment).stderr.splitlines()
-    return next(line.partition(": ")[2] for line in lines if line.startswith("busy over"))
+def _busy(task: Task) -> list[Row]:
+    """Each rank's busy share by the product's own profile: while all sequences decode, and of the
+    whole job."""
+    with TemporaryDirectory() as folder:
+        done = _started(replace(task, name="decode_windows", rounds=2, profile_out=folder))
+        trace = json_text.loads((Path(folder) / "trace.json").read_text())
+    windows = [(begin, end) for begin, end, _ in json_text.loads(done.stdout)]
+    shares = [_share(trace, rank, windows) for rank in range(task.world)]
+    steady = ", ".join(f"rank {rank} {100 * share:.1f} %" for rank, share in enumerate(shares))
+    whole = next(
+        line.partition(": ")[2] for line in done.stderr.splitlines() if line.startswith("busy over")
+    )
+    return [
+        ("busy while all decode", steady, "at least 90 % each"),
+        ("busy from the first step to the last", whole, "(prompts and start included)"),
+    ]
+
+
+def _share(trace: dict[str, Any], rank: int, windows: Items[tuple[int, int]]) -> float:
+    """The part of these windows, ns on rank 0's clock, in which a rank ran its block."""
+    start = trace["otherData"]["start_ns"]
+    busy = 0.0
+    for event in trace["traceEvents"]:
+        if event.get("cat") == "step" and event["name"] == "run" and event["pid"] == rank:
+            begin = start + 1e3 * event["ts"]
+            end = begin + 1e3 * event["dur"]
+            busy += sum(max(0.0, min(end, last) - max(begin, first)) for first, last in windows)
+    return busy / sum(last - first for first, last in windows)
 
 
 def policy(count: int) -> list[Row]:
@@ -229,14 +251,14 @@ def compare(one: Task, other: Task, rounds: int) -> tuple[float, str]:
 
 def start(task: Task) -> Any:
     """Runs a task on its ranks; its result."""
-    return json_text.loads(_started(task, os.environ).stdout)
+    return json_text.loads(_started(task).stdout)
 
 
-def _started(task: Task, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+def _started(task: Task) -> subprocess.CompletedProcess[str]:
     launcher: Items[object] = (_MPIRUN, "-n", task.world) if task.world > 1 else ()
     command = [*launcher, sys.executable, __file__, "--task", json_text.dumps(task.fields())]
     words = [str(word) for word in command]
-    done = subprocess.run(words, capture_output=True, text=True, env=dict(environment))
+    done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         print(done.stderr, file=sys.stderr)
         raise UserError(f"{task.name} on {task.world} ranks ended with code {done.returncode}")

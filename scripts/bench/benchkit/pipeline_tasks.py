@@ -7,6 +7,7 @@ import os
 import random
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -46,6 +47,7 @@ class Task:
     tokens: int = 32
     rounds: int = 1
     balance: str = "even"
+    profile_out: str | None = None
 
     def run(self) -> Any:
         """Takes part as this rank; the result, on rank 0 only."""
@@ -58,10 +60,9 @@ class Task:
             threads=self.threads,
             max_sequences=self.sequences,
             balance=Balance(self.balance),
+            profile_out=self.profile_out,
         ) as pipeline:
-            return {"identity": identity, "decode": decode, "prefill": prefill}[self.name](
-                pipeline.engine, self
-            )
+            return _TASKS[self.name](pipeline.engine, self)
 
     def fields(self) -> dict[str, Any]:
         return asdict(self)
@@ -113,21 +114,26 @@ def _digests(engine: Engine, arrivals: deque[tuple[Sequence, int]], tokens: list
 
 def decode(engine: Engine, task: Task) -> list[float]:
     """Tokens/s of greedy sequences once all of them decode, a figure a round."""
-    rates = []
+    return [tokens / (end - begin) * 1e9 for begin, end, tokens in decode_windows(engine, task)]
+
+
+def decode_windows(engine: Engine, task: Task) -> list[tuple[int, int, int]]:
+    """Of each round, when all sequences decode: begin and end, ns of `time.perf_counter_ns`, and
+    the tokens that were sampled in between."""
+    windows = []
     for number in range(task.rounds):
         sequences = _prompts(task, number)
         for sequence in sequences:
             engine.submit(sequence)
         while any(len(s.ids) == s.prompt_length for s in sequences):
             engine.advance()
-        before, begun = sum(len(s.ids) for s in sequences), time.perf_counter()
-        while sum(len(s.ids) for s in sequences) - before < task.tokens * task.sequences:
+        before, begin = sum(len(s.ids) for s in sequences), time.perf_counter_ns()
+        while (count := sum(len(s.ids) for s in sequences)) - before < task.tokens * task.sequences:
             engine.advance()
-        seconds = time.perf_counter() - begun
-        rates.append((sum(len(s.ids) for s in sequences) - before) / seconds)
+        windows.append((begin, time.perf_counter_ns(), count - before))
         for sequence in sequences:
             engine.finish(sequence)
-    return rates
+    return windows
 
 
 def prefill(engine: Engine, task: Task) -> list[float]:
@@ -151,6 +157,11 @@ def _prompts(task: Task, number: int) -> list[Sequence]:
         Sequence([chance.randint(1, _IDS) for _ in range(task.prompt)], greedy)
         for _ in range(task.sequences)
     ]
+
+
+_TASKS: dict[str, Callable[[Engine, Task], Any]] = {
+    each.__name__: each for each in (identity, decode, decode_windows, prefill)
+}
 
 
 class Team:
