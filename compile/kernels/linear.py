@@ -63,6 +63,8 @@ _TILE_ARGS = [
     ("first", "i1"),
     ("last", "i1"),
 ]
+#: Of tiles that read one panel after another: what to fetch meanwhile, and bytes of it a unit.
+_SHARED_ARGS = [*_TILE_ARGS, ("ahead", "!llvm.ptr"), ("pace", "i64")]
 _RANGE_ARGS = [
     ("a", "!llvm.ptr"),
     ("out", "!llvm.ptr"),
@@ -87,6 +89,8 @@ class _Linear(LinearParts):
         shapes = {TileShape(rows, panels) for rows in sizes for panels in (1, self._group(rows))}
         for shape in sorted(shapes, key=lambda s: (s.rows, s.panels)):
             self._tile(shape)
+        for rows in self._shared_sizes():
+            self._tile(TileShape(rows, 1), shared=True)
         self.emit_copy_rows()
         for rows in sizes:
             self._few_tokens(rows)
@@ -97,9 +101,17 @@ class _Linear(LinearParts):
     def _group(self, rows: int) -> int:
         return panels_for(self.target, self.form, rows)
 
-    def _tile(self, shape: TileShape) -> None:
+    def _shared_sizes(self) -> range:
+        """Rows that a tile may have where tokens need more than one, dealt out evenly."""
+        return range(max(1, self.tile_rows // 2), self.tile_rows + 1)
+
+    def _tile(self, shape: TileShape, shared: bool = False) -> None:
         """`tile(a, w, wstride, c, ldc, depth, bias, scales, first, last)`: c[rows][panels·panel]
         (+)= a · w.
+
+        A tile that is alone with its panel fetches the next one meanwhile. `shared` ones, which
+        have `ahead` and `pace` too, fetch a part of it each: all at once it would come no faster
+        and keep the tile from its own panel in L2.
 
         Rows of `a` are `row_bytes` apart, panels of `w` and their `scales` `wstride` bytes; `first`
         says whether chains begin or go on from what c holds, `last` whether they end here.
@@ -110,7 +122,8 @@ class _Linear(LinearParts):
         unit_bytes = form.unit_bytes(target.panel)
         unit_inputs = activation_bytes(self.activation, form.unit)
         places = shape.places(target)
-        with t.function(_tile_name(shape), _TILE_ARGS, private=True):
+        arguments = _SHARED_ARGS if shared else _TILE_ARGS
+        with t.function(_tile_name(shape, shared), arguments, private=True):
             zero, one = t.constant(0), t.constant(1)
             rows, panels = ["%c"], ["%w"]
             for _ in range(1, shape.rows):
@@ -129,7 +142,11 @@ class _Linear(LinearParts):
                 offset = t.mul(number, t.constant(unit_bytes))
                 inputs = t.gep("%a", t.mul(number, t.constant(unit_inputs)), "i8")
                 bases = [t.gep(panel, offset, "i8") for panel in panels]
-                if shape.rows >= PREFETCH_ROWS and shape.panels == 1:
+                if shared:
+                    self.prefetch(
+                        t.gep("%ahead", t.mul(number, "%pace"), "i8"), count * unit_bytes // 2
+                    )
+                elif shape.rows >= PREFETCH_ROWS and shape.panels == 1:
                     self.prefetch(t.gep(bases[0], "%wstride", "i8"), count * unit_bytes)
                 for step in range(count):
                     accumulators = form.emit_unit(
@@ -273,17 +290,24 @@ class _Linear(LinearParts):
                         w = self.weights_at(scales, k.index)
                         column = t.mul(panel.index, t.constant(target.panel))
                         bias = self.bias_at(panel.index)
+                        units = ceil_div(t, depth, self.form.unit)
+                        pace = t.binary(
+                            "arith.ceildivui", t.constant(self.form.unit_bytes(target.panel)), tiles
+                        )
+                        part = t.mul(units, pace)
                         with t.loop(zero, tiles, one) as tile:
                             start, end = thread_share(t, rows, tile.index, tiles)
                             a = t.gep("%scratch", t.mul(start, t.constant(self.row_bytes)), "i8")
                             row = t.add(row_low, start)
                             c = t.gep(t.gep("%out", t.mul(row, "%ldo")), column)
                             call = [a, w, panel_size, c, "%ldo", depth, bias, scales, *ends]
+                            ahead = t.gep(w, t.add(panel_size, t.mul(tile.index, part)), "i8")
+                            call += [ahead, pace]
                             t.switch(
                                 t.binary("arith.subi", end, start),
                                 {
-                                    size: partial(self._call_tile, TileShape(size, 1), call)
-                                    for size in range(1, self.tile_rows + 1)
+                                    size: partial(self._call_tile, TileShape(size, 1), call, True)
+                                    for size in self._shared_sizes()
                                 },
                             )
             t.line("return")
@@ -314,10 +338,10 @@ class _Linear(LinearParts):
                 t.call("many_tokens", call)
             t.line("return")
 
-    def _call_tile(self, shape: TileShape, values: list[str]) -> None:
-        kinds = [kind for _, kind in _TILE_ARGS]
-        self.t.call(_tile_name(shape), list(zip(values, kinds, strict=True)))
+    def _call_tile(self, shape: TileShape, values: list[str], shared: bool = False) -> None:
+        kinds = [kind for _, kind in (_SHARED_ARGS if shared else _TILE_ARGS)]
+        self.t.call(_tile_name(shape, shared), list(zip(values, kinds, strict=True)))
 
 
-def _tile_name(shape: TileShape) -> str:
-    return f"tile_r{shape.rows}_p{shape.panels}"
+def _tile_name(shape: TileShape, shared: bool) -> str:
+    return f"tile_r{shape.rows}_p{shape.panels}" + "_shared" * shared
