@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from time import perf_counter_ns
+
+import numpy as np
 
 from buddy_pipeline.compile.manifest import KV_BLOCK
 from buddy_pipeline.ranks.messages import Kind, StepBuffer
 from buddy_pipeline.ranks.stage import Stage
 
 _WARM_UPS = 2
-_RUNS = 5
+_RUNS = 10
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,7 @@ class BlockTimes:
     layers: dict[int, float]
     """By layer."""
     rest: float
-    """Embedding, head, and the call itself."""
+    """Embedding and head."""
 
 
 def block_times(stage: Stage, tokens: int) -> BlockTimes:
@@ -28,8 +29,8 @@ def block_times(stage: Stage, tokens: int) -> BlockTimes:
 
     The slot is empty before and after. The stage must have room for so many tokens and rows.
 
-    The quickest of a few runs counts, since whatever disturbs a run only makes it longer; its time
-    is dealt out to the layers as the profile of all runs is.
+    Of each region of the compiled code the quickest of a few runs counts, since whatever disturbs a
+    run only makes it longer, and seldom everywhere.
     """
     if stage.is_empty:
         return BlockTimes({}, 0.0)
@@ -44,24 +45,26 @@ def block_times(stage: Stage, tokens: int) -> BlockTimes:
     step.rows[:] = range(rows)
     stage.kv.apply([(0, -(-tokens // KV_BLOCK) * KV_BLOCK, 0, 0)])
 
-    def run() -> int:
-        begin = perf_counter_ns()
+    def run() -> None:
         stage.run(step, step.payload_address, following.payload_address)
-        return perf_counter_ns() - begin
 
     for _ in range(_WARM_UPS):
         run()
     profile = stage.profile(slots=len(stage.regions))
+    sums = np.zeros((_RUNS + 1, len(stage.regions)))
     try:
-        quickest = min(run() for _ in range(_RUNS))
+        for number in range(_RUNS):
+            run()
+            times = profile.read().regions
+            sums[number + 1] = [each.wall + each.gap_before for each in times]
     finally:
         stage.stop_profile()
         stage.kv.apply([(0, 0, 0, 0)])
-    times = profile.read()
     layers: dict[int, float] = {}
-    for each in times.regions:
-        if each.region.unit.isdecimal():
-            layer = int(each.region.unit)
-            share = (each.wall + each.gap_before) / times.span
-            layers[layer] = layers.get(layer, 0.0) + share * quickest
-    return BlockTimes(layers, max(0.0, quickest - sum(layers.values())))
+    rest = 0.0
+    for region, time in zip(stage.regions, np.diff(sums, axis=0).min(axis=0), strict=True):
+        if region.unit.isdecimal():
+            layers[int(region.unit)] = layers.get(int(region.unit), 0.0) + float(time)
+        else:
+            rest += float(time)
+    return BlockTimes(layers, rest)
