@@ -6,7 +6,7 @@
 
 The same program runs alone and under `mpirun`, where every rank executes it up to the `with`: there
 rank 0 goes on, while the others compute for it and leave the program when rank 0 leaves the block.
-A rank of it that is killed is named by the MPI launcher only: unlike the command it has no supervisor.
+A rank of it that is killed is named by the MPI launcher only: it has no supervisor.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -52,11 +52,13 @@ def load_stage(
     sizes: StepSizes,
     cache: Cache,
     show: bool,
+    check: Callable[[Plan], None] = lambda plan: None,
 ) -> LoadedStage:
     """The stage with `layers` on this rank, compiled for this CPU.
 
     threads: of the team; None takes the model's default, else one for each core of this rank.
     show: whether progress of compiling goes to standard error.
+    check: called before anything is built or loaded for this rank.
 
     Sets the process up for its threads, so a process loads one team size. Raises UserError for
     weights that do not fit the model and for what cannot be compiled.
@@ -66,6 +68,7 @@ def load_stage(
     with ObjectBuilder(target, cache, jobs) as builder:
         ahead = build_ahead(builder, lambda unit: runs_unit(unit, layers, role))
         plan, _ = plan_model(model, target, cache, show, ahead)
+        check(plan)
         partitions = needed_partitions(plan, layers, role)
         parameters = list(dict.fromkeys(p for part in partitions for p in part.parameters))
         weights = None if model.prebuilt is None else model.prebuilt.weights(parameters)

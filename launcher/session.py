@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from buddy_pipeline.compile.cache import Cache
-from buddy_pipeline.compile.manifest import runs_unit
+from buddy_pipeline.compile.manifest import Plan, runs_unit
 from buddy_pipeline.compile.object_builder import ObjectBuilder
 from buddy_pipeline.compile.service import build_ahead
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.balancing import first_ranges, measured_ranges
 from buddy_pipeline.launcher.building import default_jobs, plan_model
-from buddy_pipeline.launcher.loading import LoadedStage, StepSizes, load_stage
+from buddy_pipeline.launcher.limits import Asked, check_memory
+from buddy_pipeline.launcher.loading import LoadedStage, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.prebuilt import open_prebuilt
 from buddy_pipeline.launcher.settings import Balance, PipelineSettings
@@ -24,7 +25,7 @@ from buddy_pipeline.partition.layers import block_role
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.exchange import all_gather
 from buddy_pipeline.ranks.faults import exit_alone, guarded, together
-from buddy_pipeline.ranks.kv_memory import kv_positions
+from buddy_pipeline.ranks.kv_memory import available_memory, kv_positions
 from buddy_pipeline.ranks.measuring import BlockTimes, block_times
 from buddy_pipeline.ranks.messages import Bounds
 from buddy_pipeline.ranks.profile import (
@@ -35,8 +36,8 @@ from buddy_pipeline.ranks.profile import (
 )
 from buddy_pipeline.ranks.scheduler import Limits, Scheduler
 from buddy_pipeline.ranks.serve import serve
-from buddy_pipeline.ranks.slots import MOST_CHANGES, Slots
-from buddy_pipeline.ranks.stage import Stage
+from buddy_pipeline.ranks.slots import Slots
+from buddy_pipeline.ranks.stage import Stage, step_memory
 from buddy_pipeline.ranks.transport import Loopback, Transport
 from buddy_pipeline.ranks.watchdog import WatchedStage
 from buddy_pipeline.ranks.world import World, join_world
@@ -45,12 +46,6 @@ if TYPE_CHECKING:
     from buddy_pipeline.launcher.tokenizer import Tokenizer
 
 _T = TypeVar("_T")
-
-#: Tokens of one step at most: enough to reuse weights from cache, few enough for small buffers.
-CHUNK = 512
-#: Slots of the KV cache for each sequence that may run: one for it, one for a finished sequence
-#: whose prefix may be wanted again.
-SLOTS_A_SEQUENCE = 2
 
 Check = Callable[["Tokenizer", int], None]
 """Raises UserError for what rank 0 could not do with this tokenizer and context length."""
@@ -176,12 +171,15 @@ def _load(
     world: World, opened: _Opened, settings: PipelineSettings, ranges: list[range]
 ) -> LoadedStage:
     show = world.rank == 0
-    layers, sizes = ranges[world.rank], _sizes(opened.model, settings)
+    layers, asked = ranges[world.rank], _asked(opened.model, settings)
 
-    def load() -> LoadedStage:
-        return load_stage(opened.model, world, layers, settings.threads, sizes, opened.cache, show)
+    def check(plan: Plan) -> None:
+        need = step_memory(plan, layers, world.rank, world.world)
+        check_memory(asked, need, available_memory() // world.local_size)
 
-    return _within_memory(sizes, load)
+    return load_stage(
+        opened.model, world, layers, settings.threads, asked.sizes(), opened.cache, show, check
+    )
 
 
 def _load_balanced(world: World, opened: _Opened, settings: PipelineSettings) -> LoadedStage:
@@ -200,46 +198,26 @@ def _load_balanced(world: World, opened: _Opened, settings: PipelineSettings) ->
     return together(world, lambda: kept or _load(world, opened, settings, ranges))
 
 
-def _prefill_chunk(model: Model, settings: PipelineSettings) -> int | None:
-    """The command line's, else that of the spec or of what was built."""
-    return settings.prefill_chunk or model.defaults.prefill_chunk
-
-
-def _sizes(model: Model, settings: PipelineSettings) -> StepSizes:
-    most = settings.max_sequences
-    return StepSizes(
-        tokens=max(CHUNK, most, _prefill_chunk(model, settings) or 0),
-        rows=most,
-        slots=SLOTS_A_SEQUENCE * most,
-    )
-
-
-def _within_memory(sizes: StepSizes, make: Callable[[], _T]) -> _T:
-    """What `make` returns; UserError if there is no memory for steps of these sizes."""
-    try:
-        return make()
-    except MemoryError:
-        raise UserError(
-            f"no memory for steps of {sizes.tokens:,} tokens and {sizes.rows:,} sequences:"
-            " lower --prefill-chunk, --max-sequences or --microbatches, or use more ranks"
-        ) from None
+def _asked(model: Model, settings: PipelineSettings) -> Asked:
+    """The limits of the command line; of a prompt's chunks else that of the spec or of what was
+    built."""
+    chunk = settings.prefill_chunk or model.defaults.prefill_chunk
+    return Asked(settings.max_sequences, chunk, settings.microbatches)
 
 
 def _connect(
     world: World, opened: _Opened, loaded: LoadedStage, settings: PipelineSettings
 ) -> Session:
     """Puts the stage on the ring and, on rank 0, an engine in front of it."""
-    model, sizes = opened.model, _sizes(opened.model, settings)
+    model, asked = opened.model, _asked(opened.model, settings)
+    sizes = asked.sizes()
     stage: Stage | WatchedStage = loaded.stage
     tiers = model.defaults.kv_tiers
     positions = kv_positions(world, loaded.stage.kv.position_bytes, settings.kv_memory_bytes)
     together(world, lambda: _check_room(positions, tiers[-1]))
     bounds = Bounds(model.context, sizes.slots, loaded.plan.vocab_size)
-    # A sequence is in one microbatch at a time: more of these than sequences would be empty.
-    groups = min(settings.microbatches or world.world, max(settings.max_sequences, world.world))
-    # One more than the groups: a step that waits in front of rank world-1 hides rank 0's sampling.
-    in_flight = groups + 1 if world.world > 1 else groups
-    most = {"max_changes": MOST_CHANGES * sizes.slots, "in_flight": in_flight}
+    groups, in_flight = asked.groups(world.world), asked.in_flight(world.world)
+    most = {"max_changes": asked.changes(), "in_flight": in_flight}
 
     def make_ring() -> Transport | Loopback:
         if world.world == 1:
@@ -255,7 +233,7 @@ def _connect(
             step_timeout_s=settings.step_timeout_s,
         )
 
-    ring = together(world, lambda: _within_memory(sizes, make_ring))
+    ring = together(world, make_ring)
     if settings.step_timeout_s is not None:
         stage = WatchedStage(stage, world, settings.step_timeout_s)
     engine = None
@@ -266,7 +244,7 @@ def _connect(
             sequences=settings.max_sequences,
             microbatches=in_flight,
             decode_groups=groups,
-            prefill_chunk=_prefill_chunk(model, settings),
+            prefill_chunk=asked.prefill_chunk,
         )
         scheduler = Scheduler(limits, Slots(sizes.slots, tiers, positions))
         engine = Engine(stage, ring, scheduler, bounds, adapt=settings.microbatches is None)

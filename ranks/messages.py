@@ -165,8 +165,8 @@ class StepBuffer:
         self.max_changes = max_changes
         self.bytes_per_token = bytes_per_token
         self.max_payload = max(max_tokens * bytes_per_token, _align(min_payload))
-        self.capacity = _payload_offset(max_tokens, max_rows, max_changes) + _align(
-            self.max_payload
+        self.capacity = buffer_bytes(
+            max_tokens, max_rows, bytes_per_token, min_payload, max_changes
         )
         allocation = np.zeros(self.capacity + ALIGNMENT, dtype=np.uint8)
         skip = -allocation.ctypes.data % ALIGNMENT
@@ -335,6 +335,18 @@ class StepBuffer:
             message=self.memory[: start + payload],
             address=self.address,
         )
+
+
+def buffer_bytes(
+    max_tokens: int,
+    max_rows: int,
+    bytes_per_token: int,
+    min_payload: int = 0,
+    max_changes: int = 0,
+) -> int:
+    """The longest message of a `StepBuffer` of these sizes."""
+    payload = max(max_tokens * bytes_per_token, min_payload)
+    return _payload_offset(max_tokens, max_rows, max_changes) + _align(payload)
 
 
 _KINDS = {kind.value: kind for kind in Kind}

@@ -16,11 +16,17 @@ from buddy_pipeline.compile.manifest import (
     StepWord,
     Value,
 )
-from buddy_pipeline.partition.layers import BlockRole
+from buddy_pipeline.partition.layers import BlockRole, block_role
 from buddy_pipeline.ranks.kv_cache import KvCache
 from buddy_pipeline.ranks.memory_blocks import aligned_zeros
 from buddy_pipeline.ranks.messages import Step
 from buddy_pipeline.ranks.profile_regions import Region, RegionProfile
+from buddy_pipeline.ranks.step_memory import (
+    StepMemory,
+    internal_places,
+    logits_bytes,
+    workspace_bytes,
+)
 
 #: Symbols of the driver's object that a stage calls.
 DRIVER_SYMBOLS = _DRIVER, _TICKS = ("bp_run_stage", "bp_ticks")
@@ -99,7 +105,9 @@ class Stage:
             places[value.name] = _Moving(0, "outputs", offset)
         for value, offset in self._offsets[0].items():
             places[value.name] = _Moving(0, "inputs", offset)
-        self._place_internal(plan, partitions, places)
+        buffers, bytes_a_token = internal_places(plan, partitions, places)
+        memory = [aligned_zeros((sizes.tokens, size // 4), np.float32) for size in bytes_a_token]
+        places |= {name: memory[number] for name, number in buffers.items()}
         self._bind(plan, partitions, places)
         self._prepare_step(plan, partitions)
         if library is not None:
@@ -161,37 +169,6 @@ class Stage:
         """Has the compiled code count nothing any more."""
         self._record[StepWord.PROFILE.value] = 0
 
-    def _place_internal(
-        self,
-        plan: Plan,
-        partitions: Sequence[PartitionPlan],
-        places: "dict[str, _Moving | np.ndarray]",
-    ) -> None:
-        """Memory for values between this rank's own partitions, reused when read for the last
-        time."""
-        last: dict[str, int] = {}
-        for number, partition in enumerate(partitions):
-            for name in (*partition.inputs, *partition.outputs):
-                last[name] = number
-        free: dict[int, list[np.ndarray]] = {}
-        for number, partition in enumerate(partitions):
-            for name in partition.outputs:
-                if name in places:
-                    continue
-                value = plan.values[name]
-                spare = free.get(value.row_bytes)
-                if spare:
-                    places[name] = spare.pop()
-                else:
-                    shape = (self._sizes.tokens, value.row_bytes // 4)
-                    places[name] = aligned_zeros(shape, np.float32)
-            for name in dict.fromkeys((*partition.inputs, *partition.outputs)):
-                place = places[name]
-                if not isinstance(place, np.ndarray) or place is self._result:
-                    continue
-                if last[name] == number:
-                    free.setdefault(plan.values[name].row_bytes, []).append(place)
-
     def _bind(
         self,
         plan: Plan,
@@ -200,8 +177,8 @@ class Stage:
     ) -> None:
         """Fills the args table of every partition."""
         templates = [plan.templates[p.template] for p in partitions]
-        room = max([sum(t.scratch) for t in templates], default=0)
-        self._workspace = aligned_zeros((room * self._sizes.tokens,), np.uint8)
+        room = workspace_bytes(plan, partitions) * self._sizes.tokens
+        self._workspace = aligned_zeros((room,), np.uint8)
         words: list[int] = []
         starts: list[int] = []
         self._moving: list[_Moving] = []
@@ -278,6 +255,24 @@ def crossing(
     incoming = () if first else plan.crossing(layers.start)
     outgoing = () if last else plan.crossing(layers.stop)
     return incoming, outgoing
+
+
+def step_memory(plan: Plan, layers: range, rank: int, world: int) -> StepMemory:
+    """What steps take on a rank with these layers."""
+    role = block_role(rank, world)
+    partitions = needed_partitions(plan, layers, role)
+    incoming, outgoing = crossing(plan, layers, role)
+    placed = {plan.token_input, plan.position_input, plan.result}
+    placed |= {value.name for value in (*incoming, *outgoing)}
+    _, sizes = internal_places(plan, partitions, placed)
+    return StepMemory(
+        rank=rank,
+        world=world,
+        token_bytes=sum(sizes) + workspace_bytes(plan, partitions),
+        row_bytes=logits_bytes(plan, role),
+        input_bytes=sum(v.row_bytes for v in incoming),
+        output_bytes=sum(v.row_bytes for v in outgoing),
+    )
 
 
 def _offsets(values: Sequence[Value]) -> dict[Value, int]:

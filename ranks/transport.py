@@ -28,6 +28,16 @@ _SEND_BUFFERS = 2  # one on its way, one that the stage writes
 _LOOKS_S = 0.5  # how often rank 0, while it waits, looks whether everyone has answered
 
 
+def buffers_of(rank: int, world: int, in_flight: int) -> tuple[int, int]:
+    """Buffers of a rank for messages that arrive and for those that leave.
+
+    Rank 0 never waits to send: besides the steps, one control message may be under way. Alone it
+    receives what it sent.
+    """
+    receive = _RECEIVE_BUFFERS if world > 1 else 0
+    return receive, in_flight + 1 if rank == 0 else _SEND_BUFFERS
+
+
 class Transport:
     """This rank's two edges of the ring.
 
@@ -67,14 +77,13 @@ class Transport:
         sharpen_sleep()
 
         control_bytes = 8 * world.world  # PEAK_MEMORY: one word a rank
-        # Rank 0 never waits to send: besides the steps, one control message may be under way.
-        send_buffers = in_flight + 1 if world.rank == 0 else _SEND_BUFFERS
+        receive_buffers, send_buffers = buffers_of(world.rank, world.world, in_flight)
 
         def parcels(count: int, bytes_per_token: int) -> list[_Parcel]:
             sizes = (max_tokens, max_rows, bytes_per_token, control_bytes, max_changes)
             return [_Parcel(StepBuffer(*sizes)) for _ in range(count)]
 
-        self._incoming = parcels(_RECEIVE_BUFFERS, input_bytes)
+        self._incoming = parcels(receive_buffers, input_bytes)
         self._outgoing = parcels(send_buffers, output_bytes)
         self._received = 0
         self._sent = 0
@@ -194,10 +203,9 @@ class Loopback:
     def __init__(
         self, max_tokens: int, max_rows: int, *, max_changes: int, in_flight: int = 1
     ) -> None:
-        # Besides the steps, one control message may be under way.
         self._buffers = [
             StepBuffer(max_tokens, max_rows, 0, max_changes=max_changes)
-            for _ in range(in_flight + 1)
+            for _ in range(buffers_of(0, 1, in_flight)[1])
         ]
         self._sent = 0
         self._steps: deque[Step] = deque()

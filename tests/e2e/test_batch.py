@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.command import TIMEOUT_S, buddy_pipeline, end, start
+from tests.e2e.command import TIMEOUT_S, buddy_pipeline, end, refusal, start
 from tests.mpi.job import eventually, needs_mpi
 
 pytestmark = pytest.mark.usefixtures("smollm2")
@@ -131,3 +131,19 @@ def test_an_interrupted_batch_goes_on_where_it_was(
     assert results.read_text().startswith(before)
     ids = [json.loads(text)["id"] for text in results.read_text().splitlines()]
     assert sorted(ids) == sorted(alone)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=[pytest.mark.mpi, needs_mpi])])
+def test_limits_that_ask_for_more_memory_than_there_is_are_named(
+    ranks: int, spec: Path, cache: Path, tmp_path: Path
+) -> None:
+    given = tmp_path / "in.jsonl"
+    given.write_text(json.dumps(LINES[0]) + "\n")
+    most = 65_536
+    options = ["--max-sequences", most, "--prefill-chunk", most, "--microbatches", most]
+    ended = buddy_pipeline(
+        *("batch", "--spec", spec, "--input", given, "--output", tmp_path / "out.jsonl", *options),
+        ranks=ranks,
+        cache=cache,
+    )
+    assert f"lower --max-sequences {most} to " in refusal(ended)

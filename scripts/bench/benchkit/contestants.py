@@ -16,9 +16,9 @@ import numpy as np
 from benchkit.limits import LimitMeter, Limits, Objects
 from benchkit.work import Work, count_work
 from buddy_pipeline.compile.cache import Cache
+from buddy_pipeline.launcher.limits import CHUNK
 from buddy_pipeline.launcher.loading import StepSizes, open_engine
 from buddy_pipeline.launcher.model import Model, open_model
-from buddy_pipeline.launcher.session import CHUNK
 from buddy_pipeline.launcher.settings import ModelSettings
 from buddy_pipeline.partition.errors import UserError
 
