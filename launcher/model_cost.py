@@ -19,6 +19,14 @@ from buddy_pipeline.ranks.checkpoint.checkpoint import TensorInfo
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 #: Parts of the names of embedding matrices: of tokens, and of positions where those are learned.
 _EMBEDDINGS = re.compile(r"(?:^|\.)(?:embed\w*|wte|wpe)\.")
+#: In the names of experts that tokens choose from; not of those that all tokens share.
+_EXPERT = re.compile(r"(?:^|\.)experts\.")
+#: Names that configurations give to how many experts there are, and how many a token chooses.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = (
+    *("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k"),
+    *("top_k_experts", "experts_per_token"),
+)
 _ACTIVATION_BYTES = 4  # f32 between ranks
 #: Outputs side by side in a panel, for the size of a format's unit; it scales with them.
 _PANEL = 32
@@ -31,9 +39,16 @@ def model_cost(model: Model) -> ModelCost:
     """
     checkpoint, formats = model.checkpoint, model.formats
 
+    chosen = _chosen_share(checkpoint.config)
+
     def linear(info: TensorInfo) -> PartCost:
         has_bias = info.name.removesuffix("weight") + "bias" in checkpoint.tensors
-        return _linear(info, _matrix_bytes(formats.linear([info.name], has_bias, is_table=False)))
+        form = formats.linear([info.name], has_bias, is_table=False)
+        cost = _linear(info, _matrix_bytes(form))
+        if not _EXPERT.search(info.name):
+            return cost
+        size = cost.memory_bytes
+        return PartCost(size, 0.0, chosen * cost.flops, 0.0, size, chosen * size)
 
     def table_bytes(info: TensorInfo) -> float:
         names = [info.name]
@@ -88,6 +103,12 @@ def _linear(info: TensorInfo, matrix_bytes: float) -> PartCost:
         return PartCost(4.0 * elements, 4.0 * elements, elements)
     size = elements * matrix_bytes
     return PartCost(size, size, 2.0 * elements)
+
+
+def _chosen_share(config: dict[str, Any]) -> float:
+    """The part of all experts that a token chooses; all where the configuration does not tell."""
+    experts, chosen = first_number(config, _EXPERTS), first_number(config, _CHOSEN)
+    return 1.0 if experts is None or chosen is None else min(1.0, chosen / experts)
 
 
 def _cached_elements(config: dict[str, Any]) -> int:

@@ -22,11 +22,15 @@ class PartCost:
     memory_bytes: float
     """Weights in memory."""
     streamed_bytes: float
-    """Weights that a step reads, however many tokens it has."""
+    """Weights that a step reads, however many tokens it has: those of experts do not count."""
     flops: float
     """Floating-point operations a token."""
     cache_bytes: float = 0.0
     """KV cache of one position."""
+    expert_bytes: float = 0.0
+    """Weights of experts, of which a step reads those that its tokens choose."""
+    chosen_bytes: float = 0.0
+    """Of these, what one token chooses."""
 
     def __add__(self, other: "PartCost") -> "PartCost":
         return PartCost(
@@ -34,6 +38,8 @@ class PartCost:
             self.streamed_bytes + other.streamed_bytes,
             self.flops + other.flops,
             self.cache_bytes + other.cache_bytes,
+            self.expert_bytes + other.expert_bytes,
+            self.chosen_bytes + other.chosen_bytes,
         )
 
     def __sub__(self, other: "PartCost") -> "PartCost":
@@ -42,6 +48,8 @@ class PartCost:
             self.streamed_bytes - other.streamed_bytes,
             self.flops - other.flops,
             self.cache_bytes - other.cache_bytes,
+            self.expert_bytes - other.expert_bytes,
+            self.chosen_bytes - other.chosen_bytes,
         )
 
 
@@ -145,7 +153,17 @@ def stage_seconds(cost: PartCost, host: Host, tokens: float, context: int) -> fl
 
 
 def _step_bytes(cost: PartCost, tokens: float, context: int) -> float:
-    return cost.streamed_bytes + tokens * cost.cache_bytes * context / 2
+    weights = cost.streamed_bytes + _expert_bytes(cost, tokens)
+    return weights + tokens * cost.cache_bytes * context / 2
+
+
+def _expert_bytes(cost: PartCost, tokens: float) -> float:
+    """Of the experts that some token chooses, if tokens choose without regard to each other and
+    all experts are chosen as often."""
+    if cost.expert_bytes <= 0:
+        return 0.0
+    share = min(1.0, cost.chosen_bytes / cost.expert_bytes)
+    return cost.expert_bytes * (1 - (1 - share) ** tokens)
 
 
 def memory_share(model: ModelCost, hosts: Sequence[Host], work: Workload) -> StageCost:

@@ -121,7 +121,8 @@ def report(profiles: Sequence[RankProfile], slots: int) -> Iterator[str]:
         yield ""
         yield from _rank_lines(profile)
         if profile.stage is not None:
-            yield from _stage_lines(profile.stage, profile.threads, slots)
+            run = profile.totals[Kind.RUN]
+            yield from _stage_lines(profile.stage, profile.threads, slots, run)
     busy = busy_shares(profiles)
     if busy is not None:
         shares = ", ".join(f"rank {r} {100 * s:.1f} %" for r, s in enumerate(busy.shares))
@@ -156,7 +157,7 @@ _SHOWN = {
 }
 
 
-def _stage_lines(stage: StageTimes, threads: int, slots: int) -> Iterator[str]:
+def _stage_lines(stage: StageTimes, threads: int, slots: int, run: int) -> Iterator[str]:
     if not stage.regions:
         return
     columns = ("calls", "wall ms", "%", "gap before", "gap after", "waits", "of thread 0")
@@ -171,6 +172,7 @@ def _stage_lines(stage: StageTimes, threads: int, slots: int) -> Iterator[str]:
         "first region to last": stage.span,
         "in regions": stage.in_regions,
         "between regions": stage.between_regions,
+        "before and after": run - stage.span,
         f"waiting, {threads} threads": stage.waits,
         "waiting, thread 0": stage.first_waits,
     }

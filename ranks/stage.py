@@ -119,6 +119,8 @@ class Stage:
                 call[0] = library.address(plan.templates[partition.template].symbol)
         self._table_address = self._calls.ctypes.data
         self._record_address = self._record.ctypes.data
+        if library is not None:  # the team starts now, and not within the first step
+            self._driver(self._table_address, 0, self._record_address)
         self._bound: dict[str, int] = {}
 
     def run(self, step: Step, inputs: int, outputs: int) -> None:

@@ -16,7 +16,7 @@ from buddy_pipeline.launcher.model_cost import model_cost
 from buddy_pipeline.launcher.settings import Balance, ModelSettings
 from buddy_pipeline.partition.layers import BlockRole
 from buddy_pipeline.ranks.measuring import BlockTimes
-from tests.checkpoints import FAMILIES
+from tests.checkpoints import FAMILIES, MIXTURES
 
 
 @pytest.fixture
@@ -49,6 +49,25 @@ def test_the_parts_of_a_model_are_the_whole(
     head = config["vocab_size"] * (config.get("hidden_size") or config["n_embd"])
     expected = 2 * (sum(matrices) + (head if model.checkpoint.ties_head else 0))
     assert expected <= whole.flops < 1.1 * expected
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_of_experts_a_token_reads_and_multiplies_with_those_it_chooses(
+    family: str, tmp_path: Path, checkpoint: Callable[..., Path]
+) -> None:
+    model = opened(tmp_path, checkpoint(family))
+    config, parameters = model.checkpoint.config, model.checkpoint.parameters()
+    whole = model_cost(model).block(range(model.layers), BlockRole.SINGLE)
+    experts = sum(prod(i.shape) for i in parameters if ".experts." in i.name)
+    share = config["num_experts_per_tok"] / (
+        config.get("num_local_experts") or config["num_experts"]
+    )
+    assert experts
+    assert whole.expert_bytes == pytest.approx(4 * experts)
+    assert whole.chosen_bytes == pytest.approx(4 * experts * share)
+    others = sum(prod(i.shape) for i in parameters if ".experts." not in i.name)
+    assert whole.flops <= 2 * (others + experts * share) + 1
+    assert whole.memory_bytes == pytest.approx(4 * (others + experts))
 
 
 def test_a_16_bit_variant_needs_half(tmp_path: Path, checkpoint: Callable[..., Path]) -> None:

@@ -2,6 +2,7 @@
 slowest stage."""
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -43,6 +44,23 @@ def test_a_step_takes_the_longer_of_reading_and_computing() -> None:
     assert one == pytest.approx((1e6 + 50 * 1e3) / 1e9)
     many = stage_seconds(PartCost(1e6, 1e6, 5e5), HOST, tokens=1000, context=100)
     assert many == pytest.approx(1000 * 5e5 / 1e10)
+
+
+def test_a_step_reads_the_experts_that_its_tokens_choose() -> None:
+    experts = PartCost(8e6, 0.0, 2e5, expert_bytes=8e6, chosen_bytes=2e6)
+
+    def read(tokens: int) -> float:
+        return stage_seconds(experts, replace(HOST, flops=math.inf), tokens, context=100) * 1e9
+
+    assert read(1) == pytest.approx(2e6)
+    assert read(2) == pytest.approx(2e6 + 2e6 * 3 / 4)
+    assert read(100) == pytest.approx(8e6)
+    both = ModelCost([LAYER + experts] * 12, EMBEDDING, HEAD, 0.0, 4096)
+    whole = both.block(range(12), BlockRole.MIDDLE)
+    cost = step_time(both, [HOST] * 2, Workload(sequences=4, context=100))
+    parts = stage_seconds(both.block(range(5), BlockRole.FIRST), HOST, 2, 100)
+    assert cost(1, range(5)) == pytest.approx(parts)
+    assert whole.memory_bytes == pytest.approx(12 * 9e6)
 
 
 @given(world=st.integers(1, 20), sequences=st.integers(1, 100))

@@ -99,6 +99,23 @@ def test_the_sums_are_the_wall_time_of_a_step_within_2_percent() -> None:
     assert max(span / wall for span, wall in zip(spans, walls, strict=True)) > 0.98
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_the_team_starts_with_the_stage_and_not_within_a_step() -> None:
+    program = (
+        "import os\n"
+        "from tests.ranks.made_stage import MadeStage\n"
+        "def threads(): return len(os.listdir('/proc/self/task'))\n"
+        "counts = [threads()]\n"
+        "made = MadeStage(1, [1_000], threads=3)\n"
+        "counts.append(threads())\n"
+        "made.run(1)\n"
+        "counts.append(threads())\n"
+        "print(counts[1] - counts[0] >= 2, counts[2] - counts[1])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (run.returncode, run.stdout) == (0, "True 0\n"), run.stderr
+
+
 @pytest.mark.parametrize("slots", [1, 2, 8])
 def test_what_has_no_slot_is_counted_together(made: MadeStage, slots: int) -> None:
     times = profiled(made, slots)

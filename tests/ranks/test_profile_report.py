@@ -42,6 +42,7 @@ def test_the_report_has_a_table_for_each_rank() -> None:
     assert "clock +100000.0 µs ± 1.0" in text
     assert "first region to last 4.000 ms, in regions 4.000 ms" in text
     assert "waiting, thread 0 1.000 ms" in text
+    assert ", before and after " in text
     assert "rank 0 33.3 %, rank 1 66.7 %; bubble 50.0 %" in text
     assert "warning" not in text
 

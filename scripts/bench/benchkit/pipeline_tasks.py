@@ -23,7 +23,7 @@ from buddy_pipeline.ranks.sampling import SamplingOptions, make_sampler
 from buddy_pipeline.ranks.sequence import Sequence
 from buddy_pipeline.ranks.serve import serve
 from buddy_pipeline.ranks.transport import Transport
-from buddy_pipeline.ranks.world import join_world
+from buddy_pipeline.ranks.world import World, join_world
 
 #: Random ids from 1 up to this, which every vocabulary has.
 _IDS = 250
@@ -185,11 +185,12 @@ class _EmptyStage:
         """Leaves the payload as it is."""
 
 
-def hop(rounds: int) -> list[float] | None:
-    """Microseconds of one hop: a one-token step around the ring, over the ranks of the ring.
+def hop(rounds: int) -> dict[str, list[float]] | None:
+    """Microseconds of one hop, over the ranks of the ring: of a one-token step, and of an MPI
+    message as long without anything else.
 
-    Each rank receives, runs an empty stage and sends 1,536 f32 on. All ranks need cores of their
-    own.
+    Of a step each rank receives, runs an empty stage and sends 1,536 f32 on. All ranks need cores
+    of their own.
     """
     world = join_world()
     if len(os.sched_getaffinity(0)) < world.local_size:
@@ -199,18 +200,35 @@ def hop(rounds: int) -> list[float] | None:
     bytes_out = 0 if world.rank == 0 else payload
     bounds = Bounds(context=16, slots=1, vocab=16)
     ring = Transport(world, 1, 1, bytes_in, bytes_out, bounds, max_changes=0, in_flight=1)
+    times = []
     if world.rank != 0:
         serve(_EmptyStage(), ring)
-        return None
+    else:
+        for _ in range(rounds):
+            begun = time.perf_counter()
+            step = ring.begin(Kind.STEP, 1, 1)
+            step.positions[:] = step.slots[:] = step.ids[:] = step.rows[:] = 0
+            ring.send(step)
+            ring.receive()
+            times.append((time.perf_counter() - begun) / world.world * 1e6)
+        ring.send(ring.begin(Kind.STOP))
+        ring.receive()
+        ring.close()
+    plain = _plain_hop(world, payload, rounds)
+    return {"steps": times, "plain": plain} if world.rank == 0 else None
+
+
+def _plain_hop(world: World, size: int, rounds: int) -> list[float]:
+    """Microseconds of a message of `size` bytes from rank to rank, received by blocking."""
+    message = np.zeros(size, np.uint8)
+    to, source = (world.rank - 1) % world.world, (world.rank + 1) % world.world
     times = []
     for _ in range(rounds):
         begun = time.perf_counter()
-        step = ring.begin(Kind.STEP, 1, 1)
-        step.positions[:] = step.slots[:] = step.ids[:] = step.rows[:] = 0
-        ring.send(step)
-        ring.receive()
+        if world.rank == 0:
+            world.comm.Send(message, to)
+        world.comm.Recv(message, source)
+        if world.rank != 0:
+            world.comm.Send(message, to)
         times.append((time.perf_counter() - begun) / world.world * 1e6)
-    ring.send(ring.begin(Kind.STOP))
-    ring.receive()
-    ring.close()
     return times
