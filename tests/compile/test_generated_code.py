@@ -148,16 +148,6 @@ def test_accumulators_of_linear_tiles_stay_in_registers(target: Target, form: st
             assert multiplies_a_store * len(stored) <= len(loop.packed()), name
 
 
-def test_a_tile_that_shares_its_panel_fetches_a_part_of_the_next() -> None:
-    tiles = built_linear(named_target("x86-64-v4"), "f32").parts("tile_r14_p1")
-
-    def fetches(name: str) -> list[int]:
-        return [len(loop.with_word("^prefetch")) for loop in tiles[name].innermost_loops()]
-
-    assert fetches("tile_r14_p1") == [2]  # the two cache lines of 32 f32
-    assert fetches("tile_r14_p1_shared") == [1]
-
-
 def test_matrix_tiles_do_nothing_but_load_and_multiply_tiles() -> None:
     features = "+avx512bf16,+amx-tile,+amx-bf16"
     target = replace(WITH_BF16, features=features, bf16_tiles=True)
