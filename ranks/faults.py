@@ -86,11 +86,14 @@ def guarded(world: World, *, show_traceback: bool = False) -> Iterator[None]:
     """Run a rank's work so that whatever ends it early ends the whole job.
 
     Without this an exception would leave Python through MPI_Finalize, which waits for the other
-    ranks, while these wait for a message. SIGTERM and SIGINT become a SystemExit on the main
-    thread, so that `finally` clauses run; a second one kills at once. An exit with code 0 is taken
-    for the regular end, at which all ranks meet.
+    ranks, while these wait for a message. SIGTERM, SIGINT and SIGHUP become a SystemExit on the
+    main thread, so that `finally` clauses run; a second one kills at once. An exit with code 0 is
+    taken for the regular end, at which all ranks meet.
     """
-    previous = {each: signal.signal(each, _on_signal) for each in (signal.SIGTERM, signal.SIGINT)}
+    endings = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # which is what nohup asks for
+        endings.append(signal.SIGHUP)  # MPICH's libraries catch it, and go on
+    previous = {each: signal.signal(each, _on_signal) for each in endings}
     try:
         yield
     except SystemExit as leaving:

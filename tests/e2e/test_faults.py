@@ -149,15 +149,16 @@ def test_a_rank_that_is_stopped_is_named_by_another(
 @pytest.mark.mpi
 @pytest.mark.parametrize("victim", range(WORLD))
 @pytest.mark.parametrize("whom", ["worker", "supervisor"])
-def test_an_interrupt_of_one_rank_ends_the_job_in_silence(
-    whom: str, victim: int, model: Path, cache: Path
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_to_one_rank_ends_the_job_in_silence(
+    number: signal.Signals, whom: str, victim: int, model: Path, cache: Path
 ) -> None:
     lengthen(model)
     job = start(*ask(model, "--max-tokens", 499_000, "--ignore-eos"), ranks=WORLD, cache=cache)
     try:
         assert job.stdout is not None and job.stderr is not None
         assert job.stdout.read(200), "no text came"
-        processes_of(job)[victim][whom == "worker"].send_signal(signal.SIGINT)
+        processes_of(job)[victim][whom == "worker"].send_signal(number)
         job.wait(TIMEOUT_S)
         assert job.returncode != 0
         assert job.stderr.read() == ""

@@ -68,7 +68,7 @@ def test_an_exit_keeps_its_code(code: int) -> None:
     assert exit_code(raising(SystemExit(code))) == code
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_work_in_silence_and_cleans_up(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,3 +86,14 @@ def test_a_signal_ends_the_work_in_silence_and_cleans_up(
     assert cleaned == [True]
     assert capfd.readouterr().err == ""
     assert signal.getsignal(number) is before
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert (
+            exit_code(lambda: (os.kill(os.getpid(), signal.SIGHUP), raising(SystemExit(3))())) == 3
+        )
+    finally:
+        signal.signal(signal.SIGHUP, before)
