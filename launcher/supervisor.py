@@ -7,7 +7,9 @@ before anything is imported: the child becomes the rank, the parent waits for it
 The parent keeps the launcher's connection open: without it the launcher would see the rank's end at
 once and kill the parent before it can speak. The child has a process group of its own, and signals
 to the parent's are passed on: each process gets a signal once, from whoever sends it to how many.
-Linux kills the child when its parent ends, however that ends.
+Linux kills the child when its parent ends, however that ends; and the parent ends soon after the
+process that started it, as when a host kills its part of the launcher, since nobody else is left
+who would end this rank.
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ _PASSED_ON = {*_ENDING, signal.SIGUSR1, signal.SIGUSR2, signal.SIGTSTP, signal.S
 _SILENT = {*_ENDING, signal.SIGPIPE}
 """Deaths that nobody needs to hear of; SIGPIPE's is that of an output nobody reads."""
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_LOOKS_S = 1.0
+"""Time between two looks for whoever started us. PDEATHSIG would not do: it also comes when only
+the thread that started us ends."""
 
 
 def supervise() -> None:
@@ -46,7 +51,7 @@ def supervise() -> None:
         return
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, nobody learns of a child's end
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {*_PASSED_ON, signal.SIGCHLD})
-    parent = os.getpid()
+    starter, parent = os.getppid(), os.getpid()
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
@@ -55,7 +60,7 @@ def supervise() -> None:
         return
     with suppress(OSError):  # the child, which does the same, may have been quicker, or be dead
         os.setpgid(child, child)
-    passed, status = _watch(child)
+    passed, status = _watch(child, starter)
     if os.WIFSIGNALED(status):
         killer = os.WTERMSIG(status)
         if killer not in _SILENT and not passed & _ENDING:
@@ -71,14 +76,21 @@ def _end_with(parent: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _watch(child: int) -> tuple[set[int], int]:
-    """Wait for the child, passing signals on; these signals, and the status that waitpid gave."""
+def _watch(child: int, starter: int) -> tuple[set[int], int]:
+    """Wait for the child, passing signals on; these signals, and the status that waitpid gave.
+
+    A child whose supervisor has lost its starter is killed, and SIGTERM counts as passed on.
+    """
     passed: set[int] = set()
     while True:
-        number = signal.sigwait({*_PASSED_ON, signal.SIGCHLD})
-        if number != signal.SIGCHLD:
-            passed.add(number)
-            _signal_group(child, number)
+        received = signal.sigtimedwait({*_PASSED_ON, signal.SIGCHLD}, _LOOKS_S)
+        if received is None:
+            if os.getppid() != starter:
+                passed.add(signal.SIGTERM)
+                break
+        elif received.si_signo != signal.SIGCHLD:
+            passed.add(received.si_signo)
+            _signal_group(child, received.si_signo)
         # Not reaped yet, so that its group's number cannot belong to another.
         elif os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
             break

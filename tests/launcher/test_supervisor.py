@@ -122,6 +122,25 @@ def test_a_rank_ends_with_its_supervisor() -> None:
         assert eventually(lambda: gone(worker))
 
 
+def test_a_rank_ends_with_its_launcher() -> None:
+    launcher = subprocess.Popen(
+        ["sh", "-c", '"$0" -c "$1"; true', sys.executable, SLEEPS],
+        env={**os.environ, **RANK},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert launcher.stdout is not None and launcher.stderr is not None
+    with launcher.stdout, launcher.stderr:
+        worker = psutil.Process(int(launcher.stdout.readline()))
+        supervisor = worker.ppid()
+        assert psutil.Process(supervisor).ppid() == launcher.pid
+        launcher.kill()
+        launcher.wait()
+        assert eventually(lambda: gone(worker.pid) and gone(supervisor))
+        assert launcher.stderr.read() == ""
+
+
 def test_what_a_rank_has_started_ends_with_it() -> None:
     program = SAYS_WHO + "say(subprocess.Popen(['sleep', '60']).pid); time.sleep(60)"
     with rank(program) as (job, worker):
