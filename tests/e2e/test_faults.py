@@ -154,6 +154,7 @@ def test_a_signal_to_one_rank_ends_the_job_in_silence(
     number: signal.Signals, whom: str, victim: int, model: Path, cache: Path
 ) -> None:
     lengthen(model)
+    answer(model / "out.json", *ask(model), cache=cache)  # what it compiles is announced
     job = start(*ask(model, "--max-tokens", 499_000, "--ignore-eos"), ranks=WORLD, cache=cache)
     try:
         assert job.stdout is not None and job.stderr is not None
