@@ -177,11 +177,8 @@ class Bundle:
             self._object(key)
         for name, described in self._files.items():
             self._check(name, whole_fault(self._data(name), described))
-        try:
-            if _TOKENIZER in self._archive.namelist():
-                self._archive.read(_TOKENIZER)  # its checksum is the archive's
-        except (OSError, zipfile.BadZipFile) as error:
-            raise self._broken(error) from None
+        if self._index["tokenizer"] is not None and self._index["tokenizer"].get("has_json"):
+            self._read(_TOKENIZER)
         return len(self._archive.infolist())
 
     def objects(self, keys: Sequence[str]) -> list[bytes]:
@@ -207,13 +204,13 @@ class Bundle:
 
         The tokenizer's file is unpacked to `folder`.
         """
-        described = self._index["tokenizer"]
-        if described is None:
+        if self._index["tokenizer"] is None:
             return None
+        described = dict(self._index["tokenizer"])
         if described.pop("has_json", False):
             described["json_path"] = folder / "tokenizer.json"
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(described["json_path"], self._archive.read(_TOKENIZER))
+            write_atomically(described["json_path"], self._read(_TOKENIZER))
         source = TokenizerSource(**{**described, "eos_ids": tuple(described["eos_ids"])})
         return Checkpoint(self.path, self.config.model, {}, source)
 
@@ -228,12 +225,19 @@ class Bundle:
     def _object(self, key: str) -> bytes:
         try:
             name, digest = self._index["objects"][key]
-            data = self._archive.read(name)
-        except (KeyError, OSError, zipfile.BadZipFile) as error:
+        except KeyError as error:
             raise self._broken(error) from None
+        data = self._read(name)
         if hashlib.sha256(data).hexdigest() != digest:
             raise self._broken(f"{name} was altered")
         return data
+
+    def _read(self, name: str) -> bytes:
+        """An entry's bytes; UserError if they are not there or do not have the archive's checksum."""
+        try:
+            return self._archive.read(name)
+        except (KeyError, OSError, zipfile.BadZipFile) as error:
+            raise self._broken(error) from None
 
     def _data(self, name: str) -> np.ndarray:
         """An entry's bytes, mapped; UserError if it is not there as it was written."""

@@ -124,6 +124,28 @@ def test_changed_weights_are_noticed_at_the_start(
         Bundle(path)
 
 
+@pytest.mark.parametrize("kind", ["changed", "gone"])
+def test_a_tokenizer_that_is_not_the_packed_one_is_named(
+    kind: str, compiled: Project, tmp_path: Path
+) -> None:
+    path, changed = _pack(compiled, tmp_path), tmp_path / "changed.zip"
+    name = "tokenizer/tokenizer.json"
+    if kind == "gone":
+        with zipfile.ZipFile(path) as source, zipfile.ZipFile(changed, "w") as archive:
+            for each in set(source.namelist()) - {name}:
+                archive.writestr(each, source.read(each))
+    else:
+        start, size = _weights_place(path, name)
+        data = bytearray(path.read_bytes())
+        data[start + size // 2] ^= 1
+        changed.write_bytes(data)
+    bundle = Bundle(changed)
+    words = rf"changed\.zip is cut short or no bundle \(.*{name}.*\): copy or pack it again"
+    for read in (lambda: bundle.checkpoint(tmp_path / "cache"), bundle.verify):
+        with pytest.raises(UserError, match=words):
+            read()
+
+
 @pytest.mark.parametrize("kind", ["cut", "exchanged", "compressed", "gone"])
 def test_a_weight_file_that_is_not_the_packed_one_is_named(
     kind: str, compiled: Project, tmp_path: Path
