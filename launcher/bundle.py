@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from buddy_pipeline.compile.build_directory import BuildDirectory
-from buddy_pipeline.compile.cache import write_atomically
+from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.compiled_files import read_objects
 from buddy_pipeline.compile.manifest import Parameter, Plan
 from buddy_pipeline.launcher.build_config import BuildConfig, config_of
@@ -199,18 +199,21 @@ class Bundle:
             found[parameter] = files[name][offset : offset + packed_bytes(parameter)]
         return found
 
-    def checkpoint(self, folder: Path) -> Checkpoint | None:
+    def checkpoint(self, cache: Cache) -> Checkpoint | None:
         """The model's configuration and tokenizer without tensors; None if they are not inside.
 
-        The tokenizer's file is unpacked to `folder`.
+        The tokenizer's file is unpacked into the cache, unless it is there; UserError if it cannot
+        be written.
         """
         if self._index["tokenizer"] is None:
             return None
         described = dict(self._index["tokenizer"])
         if described.pop("has_json", False):
-            described["json_path"] = folder / "tokenizer.json"
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(described["json_path"], self._read(_TOKENIZER))
+            path = cache.root / "bundles" / self.digest() / "tokenizer.json"
+            described["json_path"] = path
+            data = self._read(_TOKENIZER)
+            if not (path.is_file() and path.read_bytes() == data):
+                cache.write(path, data)
         source = TokenizerSource(**{**described, "eos_ids": tuple(described["eos_ids"])})
         return Checkpoint(self.path, self.config.model, {}, source)
 
@@ -233,7 +236,7 @@ class Bundle:
         return data
 
     def _read(self, name: str) -> bytes:
-        """An entry's bytes; UserError if they are not there or do not have the archive's checksum."""
+        """An entry's bytes; UserError if they are not there as the archive's checksum has them."""
         try:
             return self._archive.read(name)
         except (KeyError, OSError, zipfile.BadZipFile) as error:

@@ -1,5 +1,6 @@
 """Bundles of a tiny model: what they hold, and which are refused."""
 
+import errno
 import json
 import zipfile
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from buddy_pipeline.compile.build_directory import BuildDirectory
+from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.bundle import Bundle
 from buddy_pipeline.partition.errors import UserError
@@ -141,9 +143,26 @@ def test_a_tokenizer_that_is_not_the_packed_one_is_named(
         changed.write_bytes(data)
     bundle = Bundle(changed)
     words = rf"changed\.zip is cut short or no bundle \(.*{name}.*\): copy or pack it again"
-    for read in (lambda: bundle.checkpoint(tmp_path / "cache"), bundle.verify):
+    for read in (lambda: bundle.checkpoint(Cache.open(tmp_path / "cache")), bundle.verify):
         with pytest.raises(UserError, match=words):
             read()
+
+
+def test_a_cache_that_takes_no_tokenizer_is_named_unless_it_has_it(
+    compiled: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    bundle, cache = Bundle(_pack(compiled, tmp_path)), Cache.open(tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        patch.setattr("buddy_pipeline.compile.cache.write_atomically", full)
+        with pytest.raises(UserError, match=r"cache folder .* cannot be used: No space left"):
+            bundle.checkpoint(cache)
+    unpacked = bundle.checkpoint(cache)
+    monkeypatch.setattr("buddy_pipeline.compile.cache.write_atomically", full)
+    again = bundle.checkpoint(cache)
+    assert unpacked is not None and again is not None and again.tokenizer == unpacked.tokenizer
 
 
 @pytest.mark.parametrize("kind", ["cut", "exchanged", "compressed", "gone"])
