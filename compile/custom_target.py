@@ -89,6 +89,13 @@ def custom_target(triple: str, cpu: str, features: str) -> Target:
     raise UserError(f"{named}: there are kernels for x86_64, aarch64 and riscv64 only")
 
 
+def check_known(target: Target) -> None:
+    """Raises UserError for names that LLVM does not know: a configuration may be edited."""
+    if target != host_target() and target not in NAMED_TARGETS.values():
+        named = f"target '{target.triple}', CPU '{target.cpu}', features '{target.features}'"
+        _code(target.triple, target.cpu, target.features, named)
+
+
 def _code(triple: str, cpu: str, features: str, named: str) -> str:
     """Assembly of a multiply-add; UserError for names that LLVM does not know."""
     run = _compile(triple, cpu, features, _MULTIPLY_ADD)

@@ -49,6 +49,14 @@ class Target:
         return hashlib.sha256(repr(sorted(asdict(self).items())).encode()).hexdigest()[:16]
 
 
+#: What kernels are written for, by the name of the field.
+TARGET_VALUES: dict[str, tuple[object, ...]] = {
+    "vector_bits": (128, 256, 512),
+    "registers": (16, 32),
+    "int8_dot": ("vpdpbusd", "pmaddubsw", "sdot", ""),
+}
+
+
 @functools.cache
 def host_target() -> Target:
     """The CPU this process runs on."""

@@ -5,7 +5,6 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 from buddy_pipeline.compile.build_directory import BuildDirectory
 from buddy_pipeline.compile.formats import FORMATS
 from buddy_pipeline.compile.granularity import Granularity, Sharing
-from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.target import TARGET_VALUES, Target
 from buddy_pipeline.compile.variant import Variant
+from buddy_pipeline.launcher.json_fields import check_keys, read_fields, read_object, read_value
 from buddy_pipeline.launcher.model import resolve_model
 from buddy_pipeline.launcher.nearest import nearest
 from buddy_pipeline.launcher.run_defaults import RunDefaults, read_defaults
@@ -32,6 +32,13 @@ _SHAPES = (
     "num_key_value_heads",
     "head_dim",
     "vocab_size",
+)
+#: Keys of the file; `shapes` and `token_counts` are for its reader only.
+_KEYS = frozenset(
+    {
+        *("format", "spec", "model_path", "formats", "context", "layers", "strategy", "sharing"),
+        *("shapes", "token_counts", "target", "run", "model"),
+    }
 )
 
 
@@ -151,41 +158,57 @@ def config_of(data: Any, where: str) -> BuildConfig:
             f" {FORMAT_VERSION}: {again}"
         )
     try:
-        config = BuildConfig(
-            spec=data["spec"],
-            model_path=data["model_path"],
-            formats=Variant(**data["formats"]),
-            context=int(data["context"]),
-            layers=int(data["layers"]),
-            granularity=Granularity(str(data["strategy"]), Sharing(data["sharing"])),
-            target=Target(**data["target"]),
-            defaults=read_defaults(data["run"], int(data["context"])),
-            model=dict(data["model"]),
-        )
-        formats = config.formats
-        names = [
-            formats.weights,
-            formats.table_and_head,
-            formats.rest,
-            *dict(formats.tensors).values(),
-        ]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{where} is not complete ({error}): {again}") from None
-    _check_names(config, [str(name) for name in names], where)
+        config = _read_config(data)
+        _check_names(config)
+    except UserError as error:
+        raise UserError(f"{where}: {error}: correct it, or {again}") from None
     return config
 
 
-def _check_names(config: BuildConfig, formats: Sequence[str], where: str) -> None:
-    """Raises UserError for names that nothing has: a configuration may be edited."""
+def _read_config(data: dict[str, Any]) -> BuildConfig:
+    """The fields, each of its type; UserError naming the one that is not. The configuration may be
+    edited."""
+    check_keys(data, _KEYS)
+    context, layers = read_value(data, "context", int), read_value(data, "layers", int)
+    for name, count in (("context", context), ("layers", layers)):
+        if count < 1:
+            raise UserError(f"{name} is {count}: it must be 1 or more")
+    sharing = read_value(data, "sharing", str)
+    if sharing not in {kind.value for kind in Sharing}:
+        raise UserError(f"sharing {sharing!r} is unknown: {nearest(sharing, Sharing)}")
+    return BuildConfig(
+        spec=read_value(data, "spec", str),
+        model_path=read_value(data, "model_path", str),
+        formats=read_fields(Variant, data.get("formats"), "formats"),
+        context=context,
+        layers=layers,
+        granularity=Granularity(str(data.get("strategy")), Sharing(sharing)),
+        target=_read_target(data.get("target")),
+        defaults=read_defaults(data.get("run"), context),
+        model=read_object(data["model"], "model"),
+    )
+
+
+def _read_target(value: Any) -> Target:
+    target = read_fields(Target, value, "target")
+    for name, allowed in TARGET_VALUES.items():
+        chosen = getattr(target, name)
+        if chosen not in allowed:
+            known = ", ".join(map(repr, allowed))
+            raise UserError(f"target: {name} is {chosen!r}: it must be one of {known}")
+    return target
+
+
+def _check_names(config: BuildConfig) -> None:
+    """Raises UserError for names that nothing has."""
     from buddy_pipeline.partition.strategies import layer_splitter
 
-    for name in formats:
+    formats = config.formats
+    uses = (formats.weights, formats.table_and_head, formats.rest, *formats.tensors.values())
+    for name in uses:
         if name not in FORMATS:
-            raise UserError(f"{where}: weight format {name!r} is unknown: {nearest(name, FORMATS)}")
-    try:
-        known_cache_type(str(config.formats.cache))
-        if not isinstance(config.model.get("model_type"), str):
-            raise UserError("model has no model_type: give the one of its config.json")
-        layer_splitter(config.granularity.strategy, config.family)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
+            raise UserError(f"weight format {name!r} is unknown: {nearest(name, FORMATS)}")
+    known_cache_type(formats.cache)
+    if not isinstance(config.model.get("model_type"), str):
+        raise UserError("model has no model_type: give the one of its config.json")
+    layer_splitter(config.granularity.strategy, config.family)

@@ -57,7 +57,7 @@ Sharing = Annotated[
     ),
 ]
 OptionalRank = Annotated[
-    int | None, _whole(_PIPELINE, "The rank to import for; default all.", least=0)
+    int | None, _whole(_PIPELINE, "The only rank to do this for; default all.", least=0)
 ]
 OptionalWorld = Annotated[
     int | None,

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from buddy_pipeline.compile.build_directory import BuildDirectory
-from buddy_pipeline.compile.cache import write_atomically
+from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.compiled_files import read_objects
 from buddy_pipeline.compile.manifest import Parameter, Plan
 from buddy_pipeline.launcher.build_config import BuildConfig, config_of
@@ -177,11 +177,8 @@ class Bundle:
             self._object(key)
         for name, described in self._files.items():
             self._check(name, whole_fault(self._data(name), described))
-        try:
-            if _TOKENIZER in self._archive.namelist():
-                self._archive.read(_TOKENIZER)  # its checksum is the archive's
-        except (OSError, zipfile.BadZipFile) as error:
-            raise self._broken(error) from None
+        if self._index["tokenizer"] is not None and self._index["tokenizer"].get("has_json"):
+            self._read(_TOKENIZER)
         return len(self._archive.infolist())
 
     def objects(self, keys: Sequence[str]) -> list[bytes]:
@@ -202,18 +199,21 @@ class Bundle:
             found[parameter] = files[name][offset : offset + packed_bytes(parameter)]
         return found
 
-    def checkpoint(self, folder: Path) -> Checkpoint | None:
+    def checkpoint(self, cache: Cache) -> Checkpoint | None:
         """The model's configuration and tokenizer without tensors; None if they are not inside.
 
-        The tokenizer's file is unpacked to `folder`.
+        The tokenizer's file is unpacked into the cache, unless it is there; UserError if it cannot
+        be written.
         """
-        described = self._index["tokenizer"]
-        if described is None:
+        if self._index["tokenizer"] is None:
             return None
+        described = dict(self._index["tokenizer"])
         if described.pop("has_json", False):
-            described["json_path"] = folder / "tokenizer.json"
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(described["json_path"], self._archive.read(_TOKENIZER))
+            path = cache.root / "bundles" / self.digest() / "tokenizer.json"
+            described["json_path"] = path
+            data = self._read(_TOKENIZER)
+            if not (path.is_file() and path.read_bytes() == data):
+                cache.write(path, data)
         source = TokenizerSource(**{**described, "eos_ids": tuple(described["eos_ids"])})
         return Checkpoint(self.path, self.config.model, {}, source)
 
@@ -228,12 +228,19 @@ class Bundle:
     def _object(self, key: str) -> bytes:
         try:
             name, digest = self._index["objects"][key]
-            data = self._archive.read(name)
-        except (KeyError, OSError, zipfile.BadZipFile) as error:
+        except KeyError as error:
             raise self._broken(error) from None
+        data = self._read(name)
         if hashlib.sha256(data).hexdigest() != digest:
             raise self._broken(f"{name} was altered")
         return data
+
+    def _read(self, name: str) -> bytes:
+        """An entry's bytes; UserError if they are not there as the archive's checksum has them."""
+        try:
+            return self._archive.read(name)
+        except (KeyError, OSError, zipfile.BadZipFile) as error:
+            raise self._broken(error) from None
 
     def _data(self, name: str) -> np.ndarray:
         """An entry's bytes, mapped; UserError if it is not there as it was written."""

@@ -95,7 +95,7 @@ def _open_bundle(settings: PipelineSettings, rank: int, world: int, cache: Cache
             f" {rank} of {world}: give the folder of bundles that were packed for this world"
         )
     check_runs_here(Target(**bundle.plan.target), f"bundle {bundle.path}")
-    inside = bundle.checkpoint(cache.root / "bundles" / bundle.digest())
+    inside = bundle.checkpoint(cache)
     if inside is None and settings.local_model is None:
         raise UserError(
             f"bundle {bundle.path} has no weights in it: give --local-model, or pack it with them"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from buddy_pipeline.launcher.json_fields import check_keys, read_object
+from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.slots import kv_tiers
 
 if TYPE_CHECKING:
@@ -30,22 +31,31 @@ def spec_defaults(spec: Spec, context: int) -> RunDefaults:
     return RunDefaults(spec.num_threads, spec.prefill_tokens, kv_tiers(context, spec.kv_tiers))
 
 
-def read_defaults(data: Mapping[str, Any], context: int) -> RunDefaults:
+def read_defaults(value: Any, context: int) -> RunDefaults:
     """The defaults of JSON data, as `asdict` gives them; tiers are rounded as a spec's are.
 
-    Raises KeyError for one that is missing, and ValueError, naming it, for a value that cannot be.
+    Raises UserError, naming it, for a key that is missing or unknown or a value that cannot be.
     """
-    counts = {name: data[name] for name in ("threads", "prefill_chunk")}
-    for name, value in counts.items():
-        if value is not None:
-            _check_count(name, value)
-    if not isinstance(data["kv_tiers"], list | tuple):
-        raise ValueError(f"kv_tiers is {data['kv_tiers']!r}: it must be a list of positions")
-    for value in data["kv_tiers"]:
-        _check_count("kv_tiers", value)
-    return RunDefaults(**counts, kv_tiers=kv_tiers(context, tuple(data["kv_tiers"])))
+    data = read_object(value, "run")
+    names = ("threads", "prefill_chunk", "kv_tiers")
+    try:
+        check_keys(data, frozenset(names))
+        for name in names:
+            if name not in data:
+                raise UserError(f"{name} is missing")
+        for name in ("threads", "prefill_chunk"):
+            if data[name] is not None:
+                _check_count(name, data[name])
+        tiers = data["kv_tiers"]
+        if not isinstance(tiers, list | tuple):
+            raise UserError(f"kv_tiers is {tiers!r}: it must be a list of positions")
+        for tier in tiers:
+            _check_count("kv_tiers", tier)
+    except UserError as error:
+        raise UserError(f"run: {error}") from None
+    return RunDefaults(data["threads"], data["prefill_chunk"], kv_tiers(context, tuple(tiers)))
 
 
 def _check_count(name: str, value: Any) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{name} has {value!r}: it must be a whole number of 1 or more")
+        raise UserError(f"{name} has {value!r}: it must be a whole number of 1 or more")

@@ -222,8 +222,15 @@ def _verify(
 
 def _opened(path: Path, stage: StageSettings) -> tuple[BuildConfig, BuildDirectory, Cache]:
     """The configuration at `path`, and where a stage works on it."""
+    from buddy_pipeline.compile.custom_target import check_known
+
     directory = BuildDirectory(stage.build_dir or path.parent)
-    return load_config(path), directory, Cache.open(stage.cache_dir)
+    config = load_config(path)
+    try:
+        check_known(config.target)
+    except UserError as error:
+        raise UserError(f"--config {path}: {error}") from None
+    return config, directory, Cache.open(stage.cache_dir)
 
 
 def _in_world(settings: ImportSettings, world: World) -> ImportSettings:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from buddy_pipeline.compile.build_directory import BuildDirectory
 from buddy_pipeline.compile.lowering import lower_kernel
-from buddy_pipeline.compile.target import host_target
+from buddy_pipeline.compile.target import host_target, named_target
 from buddy_pipeline.launcher import session
 from buddy_pipeline.launcher.run_defaults import RunDefaults
 from buddy_pipeline.launcher.settings import PipelineSettings
@@ -156,13 +157,19 @@ def formats(**changes: str) -> dict[str, object]:
     return {"formats": {"name": "f32", **uses, **changes}}
 
 
+def target(**changes: object) -> dict[str, object]:
+    """A configuration's target, x86-64-v3 but for `changes`."""
+    return {"target": {**asdict(named_target("x86-64-v3")), **changes}}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"format": 99}, "format 99"),
         ({"strategy": None}, "split strategy 'None' does not exist"),
         ({"strategy": "finer"}, "split strategy 'finer' does not exist"),
-        ({"formats": {"name": "f32"}}, "is not complete"),
+        ({"formats": {"name": "f32"}}, "formats: weights is missing"),
+        ({"formats": []}, "formats is []: it must be an object"),
         (formats(weights="f33"), "'f33'"),
         (formats(table_and_head="f3"), "'f3'"),
         (formats(cache="f9"), "type 'f9'"),
@@ -172,7 +179,25 @@ def formats(**changes: str) -> dict[str, object]:
         ({"run": {"threads": 1, "prefill_chunk": "x", "kv_tiers": []}}, "prefill_chunk has 'x'"),
         ({"run": {"threads": 1, "prefill_chunk": 1, "kv_tiers": [True]}}, "kv_tiers has True"),
         ({"run": {"threads": 1, "prefill_chunk": 1, "kv_tiers": 64}}, "kv_tiers is 64"),
-        ({"run": {}}, "is not complete ('threads')"),
+        ({"run": {}}, "run: threads is missing"),
+        ({"run": 5}, "run is 5: it must be an object"),
+        (
+            {"run": {"threads": 1, "prefill_chunk": 1, "kv_tiers": [], "thread": 2}},
+            "run: key 'thread' is unknown: did you mean 'threads'?",
+        ),
+        ({"context": 1e9}, "context is 1000000000.0: it must be a whole number"),
+        ({"context": -1}, "context is -1: it must be 1 or more"),
+        ({"layers": "3"}, "layers is '3': it must be a whole number"),
+        ({"sharing": "some"}, "sharing 'some' is unknown: known are"),
+        ({"contexts": 64}, "key 'contexts' is unknown: did you mean 'context'?"),
+        ({"model_path": 3}, "model_path is 3: it must be a text"),
+        ({"model": 3}, "model is 3: it must be an object"),
+        ({"target": 5}, "target is 5: it must be an object"),
+        (target(vector_bits="a"), "target: vector_bits is 'a': it must be a whole number"),
+        (target(vector_bits=64), "target: vector_bits is 64: it must be one of 128, 256, 512"),
+        (target(bf16_dot=1), "target: bf16_dot is 1: it must be true or false"),
+        (target(cpu="nonsense"), "'nonsense' is not a recognized processor"),
+        (target(features="x"), "each feature begins with + or -"),
         ("cut", "not JSON"),
         ("gone", "cannot be read"),
         ([], "no build configuration"),

@@ -1,5 +1,6 @@
 """Bundles of a tiny model: what they hold, and which are refused."""
 
+import errno
 import json
 import zipfile
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from buddy_pipeline.compile.build_directory import BuildDirectory
+from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.bundle import Bundle
 from buddy_pipeline.partition.errors import UserError
@@ -122,6 +124,45 @@ def test_changed_weights_are_noticed_at_the_start(
     path.write_bytes(data)
     with pytest.raises(UserError, match=r"weights/layer2\.bin is not as it was packed \(its bytes"):
         Bundle(path)
+
+
+@pytest.mark.parametrize("kind", ["changed", "gone"])
+def test_a_tokenizer_that_is_not_the_packed_one_is_named(
+    kind: str, compiled: Project, tmp_path: Path
+) -> None:
+    path, changed = _pack(compiled, tmp_path), tmp_path / "changed.zip"
+    name = "tokenizer/tokenizer.json"
+    if kind == "gone":
+        with zipfile.ZipFile(path) as source, zipfile.ZipFile(changed, "w") as archive:
+            for each in set(source.namelist()) - {name}:
+                archive.writestr(each, source.read(each))
+    else:
+        start, size = _weights_place(path, name)
+        data = bytearray(path.read_bytes())
+        data[start + size // 2] ^= 1
+        changed.write_bytes(data)
+    bundle = Bundle(changed)
+    words = rf"changed\.zip is cut short or no bundle \(.*{name}.*\): copy or pack it again"
+    for read in (lambda: bundle.checkpoint(Cache.open(tmp_path / "cache")), bundle.verify):
+        with pytest.raises(UserError, match=words):
+            read()
+
+
+def test_a_cache_that_takes_no_tokenizer_is_named_unless_it_has_it(
+    compiled: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    bundle, cache = Bundle(_pack(compiled, tmp_path)), Cache.open(tmp_path / "cache")
+    with monkeypatch.context() as patch:
+        patch.setattr("buddy_pipeline.compile.cache.write_atomically", full)
+        with pytest.raises(UserError, match=r"cache folder .* cannot be used: No space left"):
+            bundle.checkpoint(cache)
+    unpacked = bundle.checkpoint(cache)
+    monkeypatch.setattr("buddy_pipeline.compile.cache.write_atomically", full)
+    again = bundle.checkpoint(cache)
+    assert unpacked is not None and again is not None and again.tokenizer == unpacked.tokenizer
 
 
 @pytest.mark.parametrize("kind", ["cut", "exchanged", "compressed", "gone"])
