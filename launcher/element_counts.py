@@ -14,15 +14,30 @@ from typing import TYPE_CHECKING, Any
 
 from buddy_pipeline.compile.formats import elements_a_byte
 from buddy_pipeline.compile.variant import Variant
-from buddy_pipeline.launcher.module_roles import HEADS, POSITION_TABLES, TOKEN_TABLES, module_of
+from buddy_pipeline.launcher.module_roles import (
+    HEADS,
+    POSITION_TABLES,
+    ROUTERS,
+    TOKEN_TABLES,
+    module_of,
+)
 from buddy_pipeline.launcher.spec import Spec, WeightsOverride
 from buddy_pipeline.partition.errors import UserError
 
 if TYPE_CHECKING:
     from buddy_pipeline.ranks.checkpoint import Checkpoint
 
-_LEARNED_POSITIONS = frozenset({"gpt2", "gpt_bigcode", "opt"})
-"""Values of `model_type` whose models add learned position embeddings and rotate nothing."""
+_WITHOUT_ROTATION = frozenset(
+    {"biogpt", "bloom", "ctrl", "gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "xglm"}
+)
+"""Values of `model_type` whose models add position embeddings, or slopes to scores, and rotate
+nothing."""
+
+_HEAD_SIZES = (
+    ("hidden_size", "n_embd", "n_embed", "d_model"),
+    ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+)
+"""What configurations call the hidden size and the number of heads."""
 
 
 @dataclass(frozen=True)
@@ -139,9 +154,18 @@ def model_counts(checkpoint: Checkpoint, variant: Variant, biased: bool) -> Coun
 
 
 def _linears(checkpoint: Checkpoint, biased: bool) -> list[tuple[tuple[int, ...], int]]:
-    """Shape and outputs of every linear's matrix; a tied head is the embedding's."""
+    """Shape and outputs of every linear's matrix, and of every stack of experts' matrices; a tied
+    head is the embedding's, and what chooses experts is never quantised."""
     found: list[tuple[tuple[int, ...], int]] = []
     tied = checkpoint.ties_head
+    stacks = [name for name, info in checkpoint.tensors.items() if _is_stack(name, info.shape)]
+    routers = {
+        f"{name.rpartition('.experts.')[0]}.{role}.weight" for name in stacks for role in ROUTERS
+    }
+    for name in stacks:
+        shape, bias = checkpoint.tensors[name].shape, checkpoint.tensors.get(f"{name}_bias")
+        if bias is None or biased:
+            found.append((shape, prod(shape[:-1] if bias is None else bias.shape)))
     for name, info in checkpoint.tensors.items():
         if len(info.shape) != 2 or not name.endswith(".weight"):
             continue
@@ -150,17 +174,29 @@ def _linears(checkpoint: Checkpoint, biased: bool) -> list[tuple[tuple[int, ...]
         looked_up = module in POSITION_TABLES or (module in TOKEN_TABLES and not tied)
         if looked_up or (tied and module in HEADS) or (bias is not None and not biased):
             continue
+        if name in routers:
+            continue
         outputs = info.shape[0] if bias is None else bias.shape[0]
         found.append((info.shape, outputs))
     return found
 
 
+def _is_stack(name: str, shape: tuple[int, ...]) -> bool:
+    return len(shape) == 3 and ".experts." in name
+
+
 def rotary_elements(config: dict[str, Any]) -> int:
     """The number of rotary frequencies of a model with this Hugging Face config.
 
-    One frequency turns a pair of the rotated elements of a head.
+    One frequency turns a pair of the rotated elements of a head. 0 where the configuration does not
+    say how large a head is.
     """
-    if config["model_type"] in _LEARNED_POSITIONS:
+    if config["model_type"] in _WITHOUT_ROTATION:
         return 0
-    head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return int(head_dim * config.get("partial_rotary_factor", 1.0)) // 2
+    if config.get("rotary_dim"):
+        return int(config["rotary_dim"]) // 2
+    hidden, heads = (next((config[k] for k in keys if config.get(k)), 0) for keys in _HEAD_SIZES)
+    head_dim = config.get("head_dim") or (hidden // heads if heads else 0)
+    rope = config.get("rope_parameters") or {}
+    parts = (config.get("partial_rotary_factor"), rope.get("partial_rotary_factor"), 1.0)
+    return int(head_dim * next(part for part in parts if part)) // 2

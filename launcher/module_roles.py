@@ -6,6 +6,8 @@ TOKEN_TABLES = frozenset({"embed_tokens", "embed_in", "word_embeddings", "wte"})
 POSITION_TABLES = frozenset({"embed_positions", "wpe"})
 #: The linear that makes logits, where it has a matrix of its own.
 HEADS = frozenset({"lm_head", "embed_out"})
+#: Linears beside a list of experts, which choose among these.
+ROUTERS = frozenset({"gate", "router"})
 #: Linears that make queries, keys and values, apart or together.
 ATTENTION_INPUTS = frozenset(
     {"q_proj", "k_proj", "v_proj", "qkv_proj", "c_attn", "query_key_value"}

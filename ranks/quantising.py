@@ -31,6 +31,7 @@ from buddy_pipeline.ranks.checkpoint.quantised_directory import (
 from buddy_pipeline.ranks.checkpoint.safetensors_writer import (
     Entry,
     SafetensorsWriter,
+    file_bytes,
     writing_safetensors,
 )
 from buddy_pipeline.ranks.packing import check_parameters, outputs_reader
@@ -157,7 +158,7 @@ def convert(
         _begin(conversion, folder)
         for number, shard in enumerate(conversion.shards):
             path = folder / conversion.shard_name(number)
-            if path.exists():
+            if _is_whole(path, shard):
                 progress(sum(_bytes(tensor) for tensor in shard))
             else:
                 _write_shard(conversion.checkpoint, path, shard, progress)
@@ -256,6 +257,12 @@ def _index(conversion: Conversion) -> dict[str, Any]:
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def _is_whole(path: Path, shard: Sequence[_Tensor]) -> bool:
+    """Whether an earlier run wrote this shard, and no copy of it on the way has cut it short."""
+    entries = [entry for tensor in shard for entry in tensor.entries()]
+    return path.is_file() and path.stat().st_size == file_bytes(entries)
 
 
 def _write_shard(

@@ -16,6 +16,7 @@ from buddy_pipeline.compile.manifest import (
     StepWord,
     Value,
 )
+from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import BlockRole, block_role
 from buddy_pipeline.ranks.kv_cache import KvCache
 from buddy_pipeline.ranks.memory_blocks import aligned_zeros
@@ -212,7 +213,14 @@ class Stage:
         need = max([plan.templates[p.template].thread_scratch for p in partitions], default=0)
         stride = -(-need // 4096) * 4096 + 64
         self._thread_scratch = aligned_zeros((stride * threads,), np.uint8)
-        self._partials = aligned_zeros((self._partial_bytes(plan, partitions),), np.uint8)
+        size = self._partial_bytes(plan, partitions)
+        try:
+            self._partials = aligned_zeros((size,), np.uint8)
+        except MemoryError:
+            raise UserError(
+                f"a context of {self._sizes.context:,} positions needs {size:,} bytes beside the KV"
+                " cache, which this machine does not have: give the spec a smaller max_token_len"
+            ) from None
         self._barrier = aligned_zeros((_BARRIER_WORDS,), np.int64)
         self._record = np.zeros(len(StepWord), np.int64)
         for word, value in {

@@ -88,6 +88,8 @@ class Int8Rows:
         _check_finite(rows)
         largest = np.abs(rows).max(axis=1, keepdims=True, initial=0.0)
         scale = largest / np.float32(127)
+        with np.errstate(over="ignore"):
+            _check_scale(scale * np.float32(127))  # rounded, it may lie beyond the largest float
         # A row of zeros, or of numbers too small to have a scale, becomes zeros.
         divisor = np.where(scale > 0, scale, np.float32(np.inf))
         q = np.clip(np.rint(rows / divisor), -127, 127).astype(np.int8)
@@ -121,14 +123,21 @@ class Int8Blocks:
         return {"": (np.dtype(np.uint8), -(-depth // _Q8_0_BLOCK) * _Q8_0_BYTES)}
 
     def quantise(self, rows: np.ndarray) -> np.ndarray:
-        """As the gguf package does: the largest magnitude of a block becomes 127."""
+        """As the gguf package does: the largest magnitude of a block becomes 127.
+
+        A block too small to have a scale is quantised as zeros, which it stands for anyway: the
+        package's codes of one of subnormal numbers are undefined.
+        """
         _check_finite(rows)
+        padded = np.pad(rows, ((0, 0), (0, -rows.shape[1] % _Q8_0_BLOCK)))
+        blocks = padded.reshape(len(rows), -1, _Q8_0_BLOCK)
         with np.errstate(over="ignore"):
-            _check_scale((np.abs(rows).max(initial=0.0, keepdims=True) / 127).astype(np.float16))
-        blocks = np.pad(rows, ((0, 0), (0, -rows.shape[1] % _Q8_0_BLOCK)))
+            scale = (np.abs(blocks).max(axis=2, keepdims=True) / 127).astype(np.float16)
+        _check_scale(scale)
+        np.copyto(blocks, 0, where=scale == 0)
         from gguf import GGMLQuantizationType, quants  # late: most runs do without
 
-        return quants.quantize(np.ascontiguousarray(blocks), GGMLQuantizationType.Q8_0)
+        return quants.quantize(padded, GGMLQuantizationType.Q8_0)
 
     def dequantise(self, records: np.ndarray) -> np.ndarray:
         """q · scale, exact."""

@@ -44,6 +44,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_parallel_residual": (False,),
 }
 
+# Rotary architectures whose norms subtract the mean; all others' are RMS norms.
+_WITH_LAYER_NORM = frozenset({"starcoder2"})
+
 _PHI3_FACTORS = ("rope_factors_long.weight", "rope_factors_short.weight")
 
 
@@ -114,10 +117,10 @@ def _decoder(
         "head_dim": head_dim,
         "max_position_embeddings": fields.size("context_length"),
     }
-    if "attention.layer_norm_rms_epsilon" in fields:
-        config["rms_norm_eps"] = fields.number("attention.layer_norm_rms_epsilon")
-    else:
+    if fields.architecture in _WITH_LAYER_NORM:
         config["norm_epsilon"] = fields.number("attention.layer_norm_epsilon")
+    else:
+        config["rms_norm_eps"] = fields.number("attention.layer_norm_rms_epsilon")
     rotary = fields.size("rope.dimension_count", head_dim)
     if fields.text("rope.scaling.type", "none") == "longrope" or _PHI3_FACTORS[0] in factors:
         config["rope_parameters"] = longrope_parameters(

@@ -45,6 +45,11 @@ class SafetensorsWriter:
         self._file.write(np.ascontiguousarray(rows).data)
 
 
+def file_bytes(entries: Sequence[Entry]) -> int:
+    """The size of a file of these tensors, header included."""
+    return _layout(entries)[2]
+
+
 @contextmanager
 def writing_safetensors(path: Path, entries: Sequence[Entry]) -> Iterator[SafetensorsWriter]:
     """A writer of a file that appears under its name when all is written, and not otherwise.

@@ -81,6 +81,18 @@ def test_zeros_and_tiny_numbers_become_zeros(name: str) -> None:
     assert (form.dequantise(form.quantise(rows)) == 0).all()
 
 
+@pytest.mark.parametrize("size", [1e-45, 1e-42, 1e-38, 1e-36, 1e-9])
+def test_blocks_of_int8_without_a_scale_have_codes_of_zeros(size: float) -> None:
+    """And no warning, which a user would see, on the way there."""
+    rows = random_rows(3, 96)
+    rows[1, 32:64] *= np.float32(size)
+    with np.errstate(all="raise", under="ignore"):
+        records = Int8Blocks().quantise(rows)
+    assert not records[1, 34:68].any()
+    rows[1, 32:64] = 0
+    assert (records == Int8Blocks().quantise(rows)).all()
+
+
 @in_each_form
 @pytest.mark.parametrize(
     ("bad", "what"), [(np.nan, "NaN"), (np.inf, "an infinity"), (-np.inf, "an infinity")]
@@ -100,6 +112,12 @@ def test_what_a_scale_cannot_hold_is_too_large(name: str, large: float) -> None:
     rows[1, 6] = -large  # their distance is no float
     with pytest.raises(ValueError, match="has values that are too large to be quantised"):
         ROW_FORMATS[name].quantise(rows)
+
+
+def test_a_scale_that_rounds_beyond_the_largest_number_is_too_large() -> None:
+    rows = np.full((2, 40), np.finfo(np.float32).max)
+    with pytest.raises(ValueError, match="has values that are too large to be quantised"):
+        Int8Rows().quantise(rows)
 
 
 @pytest.mark.parametrize("depth", [1, 31, 33, 60])

@@ -24,8 +24,8 @@ DEEPSEEK = {
 }
 
 
-def deepseek(**config: Any) -> Checkpoint:
-    """DeepSeek-R1-Distill-Qwen-1.5B's tensors by name and shape."""
+def deepseek(more: dict[str, tuple[int, ...]] | None = None, **config: Any) -> Checkpoint:
+    """DeepSeek-R1-Distill-Qwen-1.5B's tensors by name and shape, and `more`."""
     hidden, inner, kv, vocabulary = 1536, 8960, 256, 151936
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
     for layer in range(28):
@@ -41,6 +41,7 @@ def deepseek(**config: Any) -> Checkpoint:
             shapes[f"{at}.{name}_layernorm.weight"] = (hidden,)
     shapes["model.norm.weight"] = (hidden,)
     shapes["lm_head.weight"] = (vocabulary, hidden)
+    shapes |= more or {}
     stored: Any = {
         name: SimpleNamespace(info=TensorInfo(name, shape, "BF16"))
         for name, shape in shapes.items()
@@ -126,6 +127,25 @@ def test_a_tied_head_is_a_linear_and_its_embedding_is_counted_once() -> None:
     assert counts.other == untied.other - 151936 * 1536
 
 
+@pytest.mark.parametrize("biased", [True, False])
+def test_experts_are_linears_and_what_chooses_them_is_none(biased: bool) -> None:
+    layer = "model.layers.0.mlp"
+    experts: dict[str, tuple[int, ...]] = {
+        f"{layer}.gate.weight": (7, 52),
+        f"{layer}.shared_expert_gate.weight": (1, 52),
+        f"{layer}.experts.gate_up_proj": (7, 54, 52),
+        f"{layer}.experts.down_proj": (7, 27, 52),  # [inputs, outputs] each, as its bias shows
+        f"{layer}.experts.down_proj_bias": (7, 52),
+    }
+    before = model_counts(deepseek(), VARIANTS["w8a32"], biased)
+    counts = model_counts(deepseek(more=experts), VARIANTS["w8a32"], biased)
+    assert counts.linear - before.linear == 52 + 7 * 54 * 52 + biased * 7 * 27 * 52
+    assert counts.channels - before.channels == 1 + 7 * 54 + biased * 7 * 52
+    assert counts.total - before.total == (
+        7 * 52 + 52 + 7 * 54 * 52 + 7 * 27 * 52 + 7 * 52 + counts.channels - before.channels
+    )
+
+
 def test_the_total_of_floats_counts_parameters_and_rotary_frequencies() -> None:
     check_float_total(spec("f32", total=1_777_088_064), deepseek())
 
@@ -141,7 +161,12 @@ def test_a_wrong_total_of_floats_is_an_error_with_both_counts() -> None:
         (DEEPSEEK, 64),
         ({"model_type": "qwen3", "hidden_size": 1024, "head_dim": 128}, 64),
         (DEEPSEEK | {"partial_rotary_factor": 0.25}, 16),
+        (DEEPSEEK | {"rope_parameters": {"partial_rotary_factor": 0.25}}, 16),
         (DEEPSEEK | {"model_type": "gpt2"}, 0),
+        ({"model_type": "bloom", "hidden_size": 64, "n_head": 4}, 0),
+        ({"model_type": "gptj", "n_embd": 64, "n_head": 4, "rotary_dim": 12}, 6),
+        ({"model_type": "afresh", "n_embd": 64, "n_head": 4}, 8),
+        ({"model_type": "afresh"}, 0),
     ],
 )
 def test_rotary_frequencies_are_half_of_the_rotated_elements_of_a_head(

@@ -21,10 +21,17 @@ class MadeStage:
     """A stage of like layers, each with one region for every entry of `ticks`.
 
     In a region thread t takes at least `entry · (t + 1)` ticks, so that the others wait for the
-    last thread.
+    last thread. `partial` bytes a span of the context are for its attention.
     """
 
-    def __init__(self, layers: int, ticks: Sequence[int], threads: int) -> None:
+    def __init__(
+        self,
+        layers: int,
+        ticks: Sequence[int],
+        threads: int,
+        context: int = 32,
+        partial: int = 0,
+    ) -> None:
         target = host_target()
         objects = [
             compile_object([lower_kernel(emit_driver(target))], DRIVER, target),
@@ -32,8 +39,8 @@ class MadeStage:
         ]
         self._library = Library(objects, [DRIVER, TICKS, _TEMPLATE])
         names = tuple(f"region {number}" for number in range(len(ticks)))
-        sizes = StageSizes(tokens=1, rows=1, slots=1, context=32, threads=threads)
-        plan = _plan(layers, names)
+        sizes = StageSizes(tokens=1, rows=1, slots=1, context=context, threads=threads)
+        plan = _plan(layers, names, partial)
         self.stage = Stage(plan, range(layers), BlockRole.MIDDLE, {}, self._library, sizes)
         self.stage.kv.apply([(0, KV_BLOCK, 0, 0)])
         self._buffer = StepBuffer(1, 1, 0)
@@ -68,14 +75,14 @@ def _template(ticks: Sequence[int]) -> str:
     return str(t)
 
 
-def _plan(layers: int, regions: tuple[str, ...]) -> Plan:
+def _plan(layers: int, regions: tuple[str, ...], partial: int) -> Plan:
     template = Template(
         name=_TEMPLATE,
         symbol=_TEMPLATE,
         objects=(),
         scratch=(),
         thread_scratch=0,
-        partial=0,
+        partial=partial,
         regions=regions,
     )
     partitions = tuple(

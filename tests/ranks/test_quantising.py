@@ -97,3 +97,30 @@ def test_what_an_interrupted_run_was_writing_does_not_stay(tmp_path: Path) -> No
         "model.safetensors.index.json",
         "quantization.json",
     ]
+
+
+def test_a_shard_that_was_cut_short_is_written_again(tmp_path: Path) -> None:
+    source, folder = tmp_path / "source", tmp_path / "out"
+    source.mkdir()
+    tensors = {name: np.ones((8, 32), np.float32) for name in ("a.weight", "b.weight")}
+    save_file(tensors, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    parts = [WeightPart((name,), (), (8, 32), False) for name in tensors]
+    parameters = [Parameter("panels", (part,), 32, "w8a8") for part in parts]
+    conversion = plan_conversion(
+        open_checkpoint(source), parameters, "w8a8", biased=True, shard_bytes=1
+    )
+    written = []
+
+    def killed(count: int) -> None:
+        written.append(count)
+        if len(written) == 2:
+            raise SystemExit
+
+    with pytest.raises(SystemExit):
+        convert(conversion, folder, killed, [])
+    first = folder / conversion.shard_name(0)
+    whole = first.read_bytes()
+    first.write_bytes(whole[:-1])
+    convert(conversion, folder, lambda count: None, [])
+    assert first.read_bytes() == whole

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role, layer_ranges
 from buddy_pipeline.ranks.checkpoint import open_checkpoint
 from buddy_pipeline.ranks.messages import Kind, StepBuffer
@@ -14,6 +15,7 @@ from buddy_pipeline.ranks.packing import check_parameters, pack_parameters
 from buddy_pipeline.ranks.stage import Stage, StageSizes, needed_partitions
 from tests.checkpoints import FAMILIES, VOCAB_SIZE, reference_logits
 from tests.compile.models import library, plan, planned
+from tests.ranks.made_stage import MadeStage
 
 Write = Callable[..., Path]
 PROMPT = np.random.default_rng(3).integers(0, VOCAB_SIZE, 40)
@@ -178,3 +180,8 @@ def test_a_rank_without_layers_in_the_middle_needs_nothing() -> None:
     made = plan("llama")
     assert needed_partitions(made, range(1, 1), block_role(1, 3)) == ()
     assert needed_partitions(made, range(0, 0), block_role(2, 3)) != ()
+
+
+def test_a_context_that_is_too_large_for_the_machine_is_refused() -> None:
+    with pytest.raises(UserError, match=r"2,147,483,648 positions needs .* smaller max_token_len"):
+        MadeStage(1, [], 1, context=1 << 31, partial=1 << 30)

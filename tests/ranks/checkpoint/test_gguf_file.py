@@ -68,6 +68,13 @@ REFUSED: dict[str, tuple[Gguf, str]] = {
         with_fields(tiny_llama(), raw.real("llama.attention.layer_norm_rms_epsilon", float("nan"))),
         "llama.attention.layer_norm_rms_epsilon is nan",
     ),
+    "epsilon of another kind of norm": (
+        with_fields(
+            raw.without_field(tiny_llama(), "llama.attention.layer_norm_rms_epsilon"),
+            raw.real("llama.attention.layer_norm_epsilon", 1e-5),
+        ),
+        "no metadata llama.attention.layer_norm_rms_epsilon",
+    ),
     "layers that differ": (
         with_fields(
             tiny_llama(),
