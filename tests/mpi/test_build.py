@@ -91,7 +91,7 @@ def make(tmp_path: Path, checkpoint: Callable[..., Path]) -> Callable[[str], Bui
     return lambda name: Built(tmp_path / name, checkpoint("qwen2", num_hidden_layers=4))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_share_a_build_and_do_nothing_twice(world: int, make: Callable[[str], Built]) -> None:
     together, one = make("together"), make("one")
     report = together.folder / "times.json"
@@ -113,6 +113,7 @@ def test_ranks_share_a_build_and_do_nothing_twice(world: int, make: Callable[[st
     assert len({item["rank"] for item in objects}) == world
 
 
+@pytest.mark.slow
 def test_stages_of_several_ranks_give_what_a_build_gives(make: Callable[[str], Built]) -> None:
     stages, one = make("stages"), make("one")
     config = stages.root / "config.json"
@@ -134,6 +135,7 @@ def test_stages_of_several_ranks_give_what_a_build_gives(make: Callable[[str], B
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_a_second_build_finds_everything(make: Callable[[str], Built]) -> None:
     built = make("built")
     built.build(ranks=2)
@@ -153,6 +155,7 @@ def test_a_cold_start_of_several_ranks_does_nothing_twice(make: Callable[[str], 
     assert sum(name.startswith("objects/") for name in cached) >= 6
 
 
+@pytest.mark.slow
 def test_every_rank_compiles_its_own_share_into_the_cache(make: Callable[[str], Built]) -> None:
     built = make("built")
     ended = built.run("compile", *built.model, ranks=2)
@@ -177,6 +180,7 @@ def test_hosts_that_share_a_directory_but_no_cache_build_it_together(
     assert not list((caches[1] / "plans").iterdir())  # who does not lead exports nothing
 
 
+@pytest.mark.slow
 def test_hosts_with_a_directory_each_build_and_run_their_own_ranks(
     make: Callable[[str], Built],
 ) -> None:
