@@ -136,9 +136,7 @@ class MatrixLinear(LinearParts):
                 offset = t.mul(k.index, t.constant(self.weight_bytes))
                 weights = [t.gep(stream, offset, "i8") for stream in streams]
                 for place in weights:
-                    if (
-                        rows == 1
-                    ):  # memory is the limit, and looks ahead itself if not asked for more
+                    if rows == 1:  # memory is the limit; asked further ahead it gives less
                         prefetch(t, t.gep(place, self.weight_bytes // 2, "i8"), self.weight_bytes)
                     elif fetches:  # for the next panel
                         prefetch(t, t.gep(place, "%wstride", "i8"), self.weight_bytes)
