@@ -151,13 +151,11 @@ def _open(world: World, settings: PipelineSettings, check: Check | None) -> _Ope
 def _plan(world: World, opened: _Opened) -> None:
     """Has one rank of each host plan the model and, on all cores, build what the host's ranks need
     as it becomes known; what is not begun by then each builds for itself."""
-    hosts = all_gather(world.comm, world.hostname, str)
     if world.local_rank != 0:
         return
-    neighbours = [rank for rank, host in enumerate(hosts) if host == world.hostname]
 
     def wanted(unit: str) -> bool:
-        roles = ((opened.ranges[r], block_role(r, world.world)) for r in neighbours)
+        roles = ((opened.ranges[r], block_role(r, world.world)) for r in world.neighbours)
         return any(runs_unit(unit, layers, role) for layers, role in roles)
 
     target = host_target()

@@ -24,13 +24,18 @@ class World:
     world: int
     local_rank: int
     """Place among the ranks on this host, by rank."""
-    local_size: int
-    """Ranks on this host."""
+    neighbours: tuple[int, ...]
+    """The ranks on this host, ascending, this one among them."""
     hostname: str
     comm: Any = field(repr=False)
     """mpi4py communicator of all ranks that carries only our messages; None in a world of one."""
     cores: CoreShare
     """The cores of this rank."""
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on this host."""
+        return len(self.neighbours)
 
 
 def join_world(environ: Mapping[str, str] = os.environ) -> World:
@@ -44,7 +49,7 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
     hostname = socket.gethostname()
     if launcher is None or launcher.size == 1:
         cores = core_share([available_cores()], 0)
-        return World(0, 1, 0, 1, hostname, None, cores)
+        return World(0, 1, 0, (0,), hostname, None, cores)
     mpi = _load_mpi(launcher)
     comm = mpi.COMM_WORLD
     if launcher.size is not None and comm.Get_size() != launcher.size:
@@ -66,7 +71,7 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
         rank=rank,
         world=len(everyone),
         local_rank=local_rank,
-        local_size=len(local),
+        neighbours=tuple(local),
         hostname=hostname,
         comm=comm,
         cores=core_share([everyone[other][1] for other in local], local_rank),

@@ -12,7 +12,7 @@ from buddy_pipeline.ranks.world import World
 
 
 def world(cores: CoreShare, local_size: int = 2) -> World:
-    return World(0, local_size, 0, local_size, "host", None, cores)
+    return World(0, local_size, 0, tuple(range(local_size)), "host", None, cores)
 
 
 @given(cores=st.integers(1, 64), ranks=st.integers(1, 64))

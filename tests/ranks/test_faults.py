@@ -12,7 +12,7 @@ from buddy_pipeline.ranks.error_lines import TRACEBACK_VARIABLE
 from buddy_pipeline.ranks.faults import CollectiveExit, agree, guarded
 from buddy_pipeline.ranks.world import World
 
-ALONE = World(0, 1, 0, 1, "host", None, CoreShare((0,), exclusive=True))
+ALONE = World(0, 1, 0, (0,), "host", None, CoreShare((0,), exclusive=True))
 
 
 def exit_code(work: Callable[[], object]) -> object:
