@@ -22,29 +22,19 @@ _BF16_DOT = "llvm.x86.avx512bf16.dpbf16ps.512"
 #: Rows of one tile of the matrix unit, and pairs of k.
 MATRIX_ROWS = 16
 #: Bytes ahead of what they read that tiles of few tokens ask memory for, if they multiply integers:
-#: a block of these keeps the CPU busy for longer than it looks ahead by itself.
+#: a block of these keeps an Intel CPU busy for longer than it looks ahead by itself. A Zen 4 is far
+#: enough ahead, and slower when it is asked (one token of Q4_K takes 1.07 times as long, of Q6_K
+#: 1.6 times).
 _AHEAD = 1024
 _AHEAD_ROWS = 3
-#: Panels that a tile of few tokens takes at once at most: enough independent chains to hide the
-#: latency of the multiply-add, and several streams from memory.
-_MOST_PANELS = 4
+_LOOKS_AHEAD_ITSELF = "znver"
+#: (row, vector of the panel), such as of an accumulator of a tile.
+Place = tuple[int, int]
 
 
-@dataclass(frozen=True)
-class TileShape:
-    """One register tile: `rows` tokens by `panels` weight panels."""
-
-    rows: int
-    panels: int
-
-    def places(self, target: Target) -> list[tuple[int, int, int]]:
-        """(row, panel, vector) of every accumulator, in order."""
-        return [
-            (row, panel, v)
-            for row in range(self.rows)
-            for panel in range(self.panels)
-            for v in range(target.panel_vectors)
-        ]
+def places(target: Target, rows: int) -> list[Place]:
+    """Every accumulator of a register tile of `rows` tokens by one panel, in order."""
+    return [(row, v) for row in range(rows) for v in range(target.panel_vectors)]
 
 
 @dataclass(frozen=True)
@@ -107,15 +97,15 @@ class WeightFormat(Protocol):
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        bases: list[str],
+        rows: int,
+        base: str,
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
         """Writes one unit of every accumulation chain and returns the new accumulators.
 
-        `bases` are the addresses of this unit in each panel, `inputs` that of the unit's first
-        activation in row 0 (rows are `row_bytes` apart).
+        `rows` are the tokens of the tile, `base` is the address of this unit in the panel, `inputs`
+        that of the unit's first activation in row 0 (rows are `row_bytes` apart).
         """
 
     def emit_values(
@@ -172,13 +162,6 @@ def tile_rows(target: Target, form: WeightFormat) -> int:
     return max(1, free // (vectors * (1 + use.temporaries)))
 
 
-def panels_for(target: Target, form: WeightFormat, rows: int) -> int:
-    """Panels that a tile of `rows` tokens takes at once when tokens are few."""
-    use, vectors = form.registers(target), target.panel_vectors
-    each = vectors * (rows * (1 + use.temporaries) + use.panel)
-    return max(1, min(_MOST_PANELS, (target.registers - use.shared) // each))
-
-
 def prefetch(t: Text, address: str, size: int) -> None:
     """Asks memory for `size` bytes of weights that come later."""
     for line in range(0, size, CACHE_LINE):
@@ -186,37 +169,38 @@ def prefetch(t: Text, address: str, size: int) -> None:
 
 
 def prefetch_ahead(
-    t: Text, target: Target, form: WeightFormat, shape: TileShape, bases: list[str], size: int
+    t: Text, target: Target, form: WeightFormat, rows: int, base: str, size: int
 ) -> None:
-    """Asks for what a tile of few tokens reads soon after the `size` bytes at each of `bases`.
+    """Asks for what a tile of few tokens reads soon after the `size` bytes at `base`.
 
     Largest tiles are those of many tokens, whose weights lie in cache.
     """
-    if shape.rows <= _AHEAD_ROWS and shape.rows < tile_rows(target, form):
-        for base in bases:
-            prefetch(t, t.gep(base, _AHEAD, "i8"), size)
+    if target.cpu.startswith(_LOOKS_AHEAD_ITSELF):
+        return
+    if rows <= _AHEAD_ROWS and rows < tile_rows(target, form):
+        prefetch(t, t.gep(base, _AHEAD, "i8"), size)
 
 
 def accumulate(
     t: Text,
     target: Target,
-    shape: TileShape,
-    weights: list[dict[tuple[int, int], str]],
+    rows: int,
+    weights: list[list[str]],
     inputs: str,
     accumulators: list[str],
 ) -> list[str]:
-    """Fused multiply-adds of f32 weights and activations, one dict (panel, vector) → value for each
-    k of a unit."""
+    """Fused multiply-adds of f32 weights and activations: for each k of a unit the vectors of the
+    panel."""
     vector = f"vector<{target.lanes}xf32>"
     stride = row_bytes(target, Plain()) // 4
     for k, at_k in enumerate(weights):
         following = []
         activation = ""
-        for accumulator, (row, panel, v) in zip(accumulators, shape.places(target), strict=True):
-            if (panel, v) == (0, 0):
+        for accumulator, (row, v) in zip(accumulators, places(target, rows), strict=True):
+            if v == 0:
                 scalar = t.load(t.gep(inputs, row * stride + k), "f32")
                 activation = t.broadcast(scalar, vector)
-            following.append(t.fma(activation, at_k[panel, v], accumulator, vector))
+            following.append(t.fma(activation, at_k[v], accumulator, vector))
         accumulators = following
     return accumulators
 
@@ -224,31 +208,31 @@ def accumulate(
 def accumulate_pairs(
     t: Text,
     target: Target,
-    shape: TileShape,
-    weights: dict[tuple[int, int], str],
+    rows: int,
+    weights: list[str],
     inputs: str,
     accumulators: list[str],
     stride: int,
 ) -> list[str]:
     """accumulator += both products of a pair of k, with the CPU's own order and rounding.
 
-    `weights` are bf16 pairs (panel, vector) → vector<2·lanes x bf16>; activations are bf16, their
-    rows `stride` bytes apart.
+    `weights` are the panel's vectors of bf16 pairs, vector<2·lanes x bf16>; activations are bf16,
+    their rows `stride` bytes apart.
     """
     lanes = target.lanes
     vector, words = f"vector<{lanes}xf32>", f"vector<{lanes}xi32>"
     halves = f"vector<{2 * lanes}xbf16>"
     following = []
     activation = ""
-    for accumulator, (row, panel, v) in zip(accumulators, shape.places(target), strict=True):
-        if (panel, v) == (0, 0):
+    for accumulator, (row, v) in zip(accumulators, places(target, rows), strict=True):
+        if v == 0:
             pair = t.load(t.gep(inputs, row * stride, "i8"), "i32")
             spread = t.broadcast(pair, words, "i32")
             activation = t.op(f"vector.bitcast {spread} : {words} to {halves}")
         following.append(
             t.op(
                 f'llvm.call_intrinsic "{_BF16_DOT}"({accumulator}, {activation}, '
-                f"{weights[panel, v]}) : ({vector}, {halves}, {halves}) -> {vector}"
+                f"{weights[v]}) : ({vector}, {halves}, {halves}) -> {vector}"
             )
         )
     return following

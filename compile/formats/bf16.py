@@ -11,7 +11,6 @@ import numpy as np
 from buddy_pipeline.compile.formats.activation import Activation, Plain
 from buddy_pipeline.compile.formats.base import (
     RegisterUse,
-    TileShape,
     accumulate,
     accumulate_pairs,
     interleave,
@@ -76,35 +75,31 @@ class Bf16:
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        bases: list[str],
+        rows: int,
+        base: str,
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
         """One pair of k."""
         lanes = target.lanes
         words = f"vector<{lanes}xi32>"
-        pairs = {
-            (p, v): t.load(t.gep(bases[p], v * lanes, "i32"), words, lanes * 4)
-            for p in range(shape.panels)
+        pairs = [
+            t.load(t.gep(base, v * lanes, "i32"), words, lanes * 4)
             for v in range(target.panel_vectors)
-        }
+        ]
         if self._has_dot(target):
             halves = f"vector<{2 * lanes}xbf16>"
-            weights = {
-                place: t.op(f"vector.bitcast {pair} : {words} to {halves}")
-                for place, pair in pairs.items()
-            }
+            weights = [t.op(f"vector.bitcast {pair} : {words} to {halves}") for pair in pairs]
             stride = row_bytes(target, self.activation(target))
-            return accumulate_pairs(t, target, shape, weights, inputs, accumulators, stride)
-        low, high = {}, {}
+            return accumulate_pairs(t, target, rows, weights, inputs, accumulators, stride)
+        low, high = [], []
         shift, mask = t.constant(16, words), t.constant(-65536, words)
-        for place, pair in pairs.items():
+        for pair in pairs:
             first = t.binary("arith.shli", pair, shift, words)
             second = t.binary("arith.andi", pair, mask, words)
-            low[place] = t.op(f"arith.bitcast {first} : {words} to vector<{lanes}xf32>")
-            high[place] = t.op(f"arith.bitcast {second} : {words} to vector<{lanes}xf32>")
-        return accumulate(t, target, shape, [low, high], inputs, accumulators)
+            low.append(t.op(f"arith.bitcast {first} : {words} to vector<{lanes}xf32>"))
+            high.append(t.op(f"arith.bitcast {second} : {words} to vector<{lanes}xf32>"))
+        return accumulate(t, target, rows, [low, high], inputs, accumulators)
 
     def emit_values(
         self, t: Text, target: Target, base: str, lane: str, out: str, left: str

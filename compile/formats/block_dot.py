@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from buddy_pipeline.compile.formats.base import TileShape, row_bytes
+from buddy_pipeline.compile.formats.base import row_bytes
 from buddy_pipeline.compile.formats.block_layout import BLOCK, GROUP
 from buddy_pipeline.compile.formats.integer_activation import UPPER, IntegerBlocks
 from buddy_pipeline.compile.formats.integer_dot import Codes, IntegerDot
@@ -19,7 +19,7 @@ class BlockDot:
     target: Target
     activation: IntegerBlocks
     dot: IntegerDot
-    shape: TileShape
+    rows: int
     inputs: str
 
     @property
@@ -49,7 +49,7 @@ class BlockDot:
         """
         t, parts = self.t, self.activation.parts
         nothing, starts = t.constant(0, self.words), {}
-        for row in range(self.shape.rows):
+        for row in range(self.rows):
             for part in range(parts):
                 biased = self.activation.bias and part == parts - 1
                 start = self._spread(row, self.activation.sum_at(run), "i32") if biased else nothing
@@ -62,7 +62,7 @@ class BlockDot:
         sums = self.dot.emit(t, codes, groups, weights, four, starts)
         return {
             (row, v): self._whole([sums[parts * row + part, v] for part in range(parts)])
-            for row in range(self.shape.rows)
+            for row in range(self.rows)
             for v in range(vectors)
         }
 

@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from buddy_pipeline.compile.formats.activation import Activation, Plain
-from buddy_pipeline.compile.formats.base import RegisterUse, TileShape, accumulate, prefetch_ahead
+from buddy_pipeline.compile.formats.base import RegisterUse, accumulate, places, prefetch_ahead
 from buddy_pipeline.compile.formats.block_column import Column, groups_of_run
 from buddy_pipeline.compile.formats.block_dot import BlockDot
 from buddy_pipeline.compile.formats.block_layout import (
@@ -159,8 +159,8 @@ class BlockFormat(ABC):
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        bases: list[str],
+        rows: int,
+        base: str,
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
@@ -169,19 +169,15 @@ class BlockFormat(ABC):
         vectors = range(target.panel_vectors)
 
         def block(number: str, chains: list[str]) -> list[str]:
-            columns = [
-                [self._column(t, target, base, number, v * target.lanes) for v in vectors]
-                for base in bases
-            ]
+            columns = [self._column(t, target, base, number, v * target.lanes) for v in vectors]
             step = BLOCK // activation.block * activation.block_bytes
             at = t.gep(inputs, t.mul(number, t.constant(step)), "i8")
             if not isinstance(activation, IntegerBlocks):
-                return self._emit_products(t, target, shape, columns, at, chains)
+                return self._emit_products(t, target, rows, columns, at, chains)
             offset = t.mul(number, t.constant(self._block_bytes(target.panel)))
-            here = [t.gep(base, offset, "i8") for base in bases]
             size = self.unit_bytes(target.panel) // self.blocks
-            prefetch_ahead(t, target, self, shape, here, size)
-            return self._emit_dots(t, target, shape, columns, at, chains)
+            prefetch_ahead(t, target, self, rows, t.gep(base, offset, "i8"), size)
+            return self._emit_dots(t, target, rows, columns, at, chains)
 
         if self.blocks == 1:
             return block(t.constant(0), accumulators)
@@ -208,61 +204,58 @@ class BlockFormat(ABC):
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        columns: list[list[Column]],
+        rows: int,
+        columns: list[Column],
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
-        """One block on int8, panel after panel, so that few words and sums are alive at once."""
+        """One block on int8."""
         activation, dot = self.activation(target), integer_dot(target)
         assert isinstance(activation, IntegerBlocks) and dot is not None
         f = f"vector<{target.lanes}xf32>"
-        block = BlockDot(t, target, activation, dot, shape, inputs)
-        places = shape.places(target)
-        chains = dict(zip(places, accumulators, strict=True))
-        for panel, vectors in enumerate(columns):
+        block = BlockDot(t, target, activation, dot, rows, inputs)
+        chains = dict(zip(places(target, rows), accumulators, strict=True))
 
-            def words(group: int, vectors: list[Column] = vectors) -> list[str]:
-                return [self._codes_of(column, t.constant(group)) for column in vectors]
+        def words(group: int) -> list[str]:
+            return [self._codes_of(column, t.constant(group)) for column in columns]
 
-            for run in range(self.runs):
-                scales = [self.emit_scale(column, run) for column in vectors]
-                groups = groups_of_run(run, self.bits, self.runs)
-                totals = block.totals(self._codes(), groups, words, len(vectors), run)
-                for (row, v), total in totals.items():
-                    both = t.binary("arith.mulf", scales[v], block.scale(row), f)
-                    chains[row, panel, v] = t.fma(total, both, chains[row, panel, v], f)
-            if self.has_minimum:
-                minima = [self.emit_minimum(column) for column in vectors]
-                for row in range(shape.rows):
-                    total = block.scaled_sum(row)
-                    for v, least in enumerate(minima):
-                        chains[row, panel, v] = t.fma(least, total, chains[row, panel, v], f)
-        return [chains[place] for place in places]
+        for run in range(self.runs):
+            scales = [self.emit_scale(column, run) for column in columns]
+            groups = groups_of_run(run, self.bits, self.runs)
+            totals = block.totals(self._codes(), groups, words, len(columns), run)
+            for (row, v), total in totals.items():
+                both = t.binary("arith.mulf", scales[v], block.scale(row), f)
+                chains[row, v] = t.fma(total, both, chains[row, v], f)
+        if self.has_minimum:
+            minima = [self.emit_minimum(column) for column in columns]
+            for row in range(rows):
+                total = block.scaled_sum(row)
+                for v, least in enumerate(minima):
+                    chains[row, v] = t.fma(least, total, chains[row, v], f)
+        return list(chains.values())
 
     def _emit_products(
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        columns: list[list[Column]],
+        rows: int,
+        columns: list[Column],
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
         """One block on f32, weight after weight."""
-        flat = {(p, v): c for p, vectors in enumerate(columns) for v, c in enumerate(vectors)}
-        minima = {place: self._minimum(column) for place, column in flat.items()}
+        minima = [self._minimum(column) for column in columns]
         vector = f"vector<{target.lanes}xf32>"
         for run in range(self.runs):
-            scales = {place: self.emit_scale(column, run) for place, column in flat.items()}
+            scales = [self.emit_scale(column, run) for column in columns]
             with self._groups(t, run, [(a, vector) for a in accumulators]) as groups:
-                weights: list[dict[tuple[int, int], str]] = [{} for _ in range(GROUP)]
-                for place, column in flat.items():
-                    values = self._values(column, groups.index, scales[place], minima[place])
-                    for k, value in enumerate(values):
-                        weights[k][place] = value
+                values = [
+                    self._values(column, groups.index, scale, minimum)
+                    for column, scale, minimum in zip(columns, scales, minima, strict=True)
+                ]
+                weights = [list(at_k) for at_k in zip(*values, strict=True)]
                 at = t.gep(inputs, t.mul(groups.index, t.constant(GROUP)))
-                groups.next = accumulate(t, target, shape, weights, at, groups.carried)
+                groups.next = accumulate(t, target, rows, weights, at, groups.carried)
             accumulators = groups.results
         return accumulators
 

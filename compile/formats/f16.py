@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from buddy_pipeline.compile.formats.activation import Activation, Plain
-from buddy_pipeline.compile.formats.base import RegisterUse, TileShape, accumulate, interleave
+from buddy_pipeline.compile.formats.base import RegisterUse, accumulate, interleave
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
@@ -52,21 +52,18 @@ class F16:
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        bases: list[str],
+        rows: int,
+        base: str,
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
         """One k: halves are widened (`vcvtph2ps`, `fcvtl`), then as f32."""
         lanes = target.lanes
-        weights = {}
-        for p in range(shape.panels):
-            for v in range(target.panel_vectors):
-                half = t.load(t.gep(bases[p], v * lanes, "f16"), f"vector<{lanes}xf16>", lanes * 2)
-                weights[p, v] = t.op(
-                    f"arith.extf {half} : vector<{lanes}xf16> to vector<{lanes}xf32>"
-                )
-        return accumulate(t, target, shape, [weights], inputs, accumulators)
+        weights = []
+        for v in range(target.panel_vectors):
+            half = t.load(t.gep(base, v * lanes, "f16"), f"vector<{lanes}xf16>", lanes * 2)
+            weights.append(t.op(f"arith.extf {half} : vector<{lanes}xf16> to vector<{lanes}xf32>"))
+        return accumulate(t, target, rows, [weights], inputs, accumulators)
 
     def emit_values(
         self, t: Text, target: Target, base: str, lane: str, out: str, left: str

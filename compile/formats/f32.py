@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from buddy_pipeline.compile.formats.activation import Activation, Plain
-from buddy_pipeline.compile.formats.base import RegisterUse, TileShape, accumulate, interleave
+from buddy_pipeline.compile.formats.base import RegisterUse, accumulate, interleave
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
@@ -48,19 +48,18 @@ class F32:
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        bases: list[str],
+        rows: int,
+        base: str,
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
-        """One k: panel_vectors loads a panel, one broadcast a row."""
+        """One k: panel_vectors loads, one broadcast a row."""
         vector = f"vector<{target.lanes}xf32>"
-        weights = {
-            (p, v): t.load(t.gep(bases[p], v * target.lanes), vector, target.lanes * 4)
-            for p in range(shape.panels)
+        weights = [
+            t.load(t.gep(base, v * target.lanes), vector, target.lanes * 4)
             for v in range(target.panel_vectors)
-        }
-        return accumulate(t, target, shape, [weights], inputs, accumulators)
+        ]
+        return accumulate(t, target, rows, [weights], inputs, accumulators)
 
     def emit_values(
         self, t: Text, target: Target, base: str, lane: str, out: str, left: str

@@ -18,10 +18,10 @@ import numpy as np
 from buddy_pipeline.compile.formats.activation import Activation, Plain, SummedBf16
 from buddy_pipeline.compile.formats.base import (
     RegisterUse,
-    TileShape,
     accumulate,
     accumulate_pairs,
     interleave,
+    places,
     row_bytes,
 )
 from buddy_pipeline.compile.formats.quantised_rows import Int4Rows, split_records
@@ -105,22 +105,22 @@ class W4:
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        bases: list[str],
+        rows: int,
+        base: str,
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
         """One group."""
         if target.bf16_dot:
-            return self._pairs(t, target, shape, bases, inputs, accumulators)
-        return self._products(t, target, shape, bases, inputs, accumulators)
+            return self._pairs(t, target, rows, base, inputs, accumulators)
+        return self._products(t, target, rows, base, inputs, accumulators)
 
     def _pairs(
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        bases: list[str],
+        rows: int,
+        base: str,
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
@@ -135,35 +135,29 @@ class W4:
             """Some words of every output, from word `first` on."""
             at = t.gep(inputs, t.mul(first, t.constant(2 * _CODES)), "i8")
             for number in range(_WORDS_AT_ONCE):
-                places = {
-                    place: self._word(t, target, bases, place, t.add(first, t.constant(number)))
-                    for place in _columns(shape, target)
-                }
+                codes = self._words_at(t, target, base, t.add(first, t.constant(number)))
                 for pair in range(_PAIRS):
-                    weights = {
-                        place: _bf16_pair(t, target, word, pair, mask, sixteens)
-                        for place, word in places.items()
-                    }
+                    weights = [_bf16_pair(t, target, word, pair, mask, sixteens) for word in codes]
                     here = t.gep(at, 2 * _CODES * number + 4 * pair, "i8")
-                    sums = accumulate_pairs(t, target, shape, weights, here, sums, stride)
+                    sums = accumulate_pairs(t, target, rows, weights, here, sums, stride)
             return sums
 
         sums = self._each_chunk(t, chunk, [t.constant(0.0, vector)] * len(accumulators), vector)
-        scales, offsets = {}, {}
-        for p, v in _columns(shape, target):
-            scale, zero = self._scale_and_zero(t, target, bases[p], v)
+        scales, offsets = [], []
+        for v in range(target.panel_vectors):
+            scale, zero = self._scale_and_zero(t, target, base, v)
             shifted = t.binary("arith.addf", zero, t.constant(_OFFSET, vector), vector)
-            scales[p, v] = scale
-            offsets[p, v] = t.binary("arith.mulf", shifted, scale, vector)
+            scales.append(scale)
+            offsets.append(t.binary("arith.mulf", shifted, scale, vector))
         following = []
         total = ""
-        for sum_, chain, (row, p, v) in zip(sums, accumulators, shape.places(target), strict=True):
-            if (p, v) == (0, 0):
+        for sum_, chain, (row, v) in zip(sums, accumulators, places(target, rows), strict=True):
+            if v == 0:
                 place = t.gep(inputs, row * stride + activation.sum_at, "i8")
                 total = t.broadcast(t.load(place, "f32"), vector)
                 total = t.op(f"arith.negf {total} : {vector}")
-            rest = t.binary("arith.mulf", total, offsets[p, v], vector)
-            group = t.fma(sum_, scales[p, v], rest, vector)
+            rest = t.binary("arith.mulf", total, offsets[v], vector)
+            group = t.fma(sum_, scales[v], rest, vector)
             following.append(t.binary("arith.addf", chain, group, vector))
         return following
 
@@ -171,36 +165,34 @@ class W4:
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        bases: list[str],
+        rows: int,
+        base: str,
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
         """chain += (code · scale - zero · scale) · x, k by k; both terms are exact, so a weight is
         rounded once."""
         vector, words = f"vector<{target.lanes}xf32>", f"vector<{target.lanes}xi32>"
-        scales, minima = {}, {}
-        for p, v in _columns(shape, target):
-            scale, zero = self._scale_and_zero(t, target, bases[p], v)
+        scales, minima = [], []
+        for v in range(target.panel_vectors):
+            scale, zero = self._scale_and_zero(t, target, base, v)
             least = t.binary("arith.mulf", zero, scale, vector)
-            scales[p, v], minima[p, v] = scale, t.op(f"arith.negf {least} : {vector}")
+            scales.append(scale)
+            minima.append(t.op(f"arith.negf {least} : {vector}"))
 
         def chunk(first: str, chains: list[str]) -> list[str]:
             at = t.gep(inputs, t.mul(first, t.constant(_CODES)))
             for number in range(_WORDS_AT_ONCE):
-                places = {
-                    place: self._word(t, target, bases, place, t.add(first, t.constant(number)))
-                    for place in _columns(shape, target)
-                }
+                codes = self._words_at(t, target, base, t.add(first, t.constant(number)))
                 for k in range(_CODES):
-                    weights = {}
-                    for place, word in places.items():
+                    weights = []
+                    for word, scale, minimum in zip(codes, scales, minima, strict=True):
                         code = t.binary("arith.shrui", word, t.constant(_shift(k), words), words)
                         code = t.binary("arith.andi", code, t.constant(15, words), words)
                         code = t.op(f"arith.sitofp {code} : {words} to {vector}")
-                        weights[place] = t.fma(code, scales[place], minima[place], vector)
+                        weights.append(t.fma(code, scale, minimum, vector))
                     here = t.gep(at, _CODES * number + k)
-                    chains = accumulate(t, target, shape, [weights], here, chains)
+                    chains = accumulate(t, target, rows, [weights], here, chains)
             return chains
 
         return self._each_chunk(t, chunk, accumulators, vector)
@@ -221,14 +213,14 @@ class W4:
             loop.next = chunk(loop.index, loop.carried)
         return loop.results
 
-    def _word(
-        self, t: Text, target: Target, bases: list[str], place: tuple[int, int], number: str
-    ) -> str:
-        """Word `number` of a vector of outputs."""
-        p, v = place
-        row = t.gep(bases[p], t.mul(number, t.constant(4 * target.panel)), "i8")
+    def _words_at(self, t: Text, target: Target, base: str, number: str) -> list[str]:
+        """Word `number` of every output, by vectors."""
+        row = t.gep(base, t.mul(number, t.constant(4 * target.panel)), "i8")
         lanes = target.lanes
-        return t.load(t.gep(row, v * lanes, "i32"), f"vector<{lanes}xi32>", lanes * 4)
+        return [
+            t.load(t.gep(row, v * lanes, "i32"), f"vector<{lanes}xi32>", lanes * 4)
+            for v in range(target.panel_vectors)
+        ]
 
     def _scale_and_zero(self, t: Text, target: Target, base: str, v: int) -> tuple[str, str]:
         """Of a vector of outputs, as f32."""
@@ -258,10 +250,6 @@ class W4:
                 number_of = t.op(f"arith.sitofp {code} : i32 to f32")
                 weight = t.binary("arith.subf", number_of, zero, "f32")
                 t.store(t.binary("arith.mulf", weight, scale, "f32"), t.gep(to, k), "f32")
-
-
-def _columns(shape: TileShape, target: Target) -> list[tuple[int, int]]:
-    return [(p, v) for p in range(shape.panels) for v in range(target.panel_vectors)]
 
 
 def _shift(k: int) -> int:

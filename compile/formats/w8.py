@@ -12,7 +12,6 @@ import numpy as np
 from buddy_pipeline.compile.formats.activation import Activation, Plain
 from buddy_pipeline.compile.formats.base import (
     RegisterUse,
-    TileShape,
     accumulate,
     accumulate_pairs,
     interleave,
@@ -67,8 +66,8 @@ class W8:
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        bases: list[str],
+        rows: int,
+        base: str,
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
@@ -77,19 +76,17 @@ class W8:
         lanes = target.lanes
         bytes_, words = f"vector<{lanes}xi8>", f"vector<{lanes}xi32>"
         vector = f"vector<{lanes}xf32>"
-        at: list[dict[tuple[int, int], str]] = [{}, {}]
+        at: list[list[str]] = [[], []]
         for k in range(self.unit):
-            for p in range(shape.panels):
-                for v in range(target.panel_vectors):
-                    place = t.gep(bases[p], k * target.panel + v * lanes, "i8")
-                    q = t.load(place, bytes_, lanes)
-                    wide = t.op(f"arith.extsi {q} : {bytes_} to {words}")
-                    at[k][p, v] = t.op(f"arith.sitofp {wide} : {words} to {vector}")
+            for v in range(target.panel_vectors):
+                q = t.load(t.gep(base, k * target.panel + v * lanes, "i8"), bytes_, lanes)
+                wide = t.op(f"arith.extsi {q} : {bytes_} to {words}")
+                at[k].append(t.op(f"arith.sitofp {wide} : {words} to {vector}"))
         if not self._pairs(target):
-            return accumulate(t, target, shape, at, inputs, accumulators)
-        pairs = {place: _bf16_pair(t, lanes, at[0][place], at[1][place]) for place in at[0]}
+            return accumulate(t, target, rows, at, inputs, accumulators)
+        pairs = [_bf16_pair(t, lanes, *both) for both in zip(*at, strict=True)]
         stride = row_bytes(target, self.activation(target))
-        return accumulate_pairs(t, target, shape, pairs, inputs, accumulators, stride)
+        return accumulate_pairs(t, target, rows, pairs, inputs, accumulators, stride)
 
     def emit_values(
         self, t: Text, target: Target, base: str, lane: str, out: str, left: str

@@ -14,9 +14,9 @@ import numpy as np
 from buddy_pipeline.compile.formats.activation import Activation, Plain
 from buddy_pipeline.compile.formats.base import (
     RegisterUse,
-    TileShape,
     accumulate,
     interleave,
+    places,
     prefetch_ahead,
 )
 from buddy_pipeline.compile.formats.block_column import Column
@@ -77,56 +77,48 @@ class W8A8:
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        bases: list[str],
+        rows: int,
+        base: str,
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
         """A block of 32 k."""
         columns = [
-            [self._column(t, target, base, v * target.lanes) for v in range(target.panel_vectors)]
-            for base in bases
+            self._column(t, target, base, v * target.lanes) for v in range(target.panel_vectors)
         ]
         if isinstance(self.activation(target), IntegerBlocks):
-            prefetch_ahead(t, target, self, shape, bases, self.unit_bytes(target.panel))
-            return self._dots(t, target, shape, columns, inputs, accumulators)
+            prefetch_ahead(t, target, self, rows, base, self.unit_bytes(target.panel))
+            return self._dots(t, target, rows, columns, inputs, accumulators)
         for group in range(GROUPS):
-            weights: list[dict[tuple[int, int], str]] = [{} for _ in range(GROUP)]
-            for p, vectors in enumerate(columns):
-                for v, column in enumerate(vectors):
-                    for k, value in enumerate(_values(column, group)):
-                        weights[k][p, v] = value
+            values = [_values(column, group) for column in columns]
+            weights = [list(at_k) for at_k in zip(*values, strict=True)]
             at = t.gep(inputs, GROUP * group)
-            accumulators = accumulate(t, target, shape, weights, at, accumulators)
+            accumulators = accumulate(t, target, rows, weights, at, accumulators)
         return accumulators
 
     def _dots(
         self,
         t: Text,
         target: Target,
-        shape: TileShape,
-        columns: list[list[Column]],
+        rows: int,
+        columns: list[Column],
         inputs: str,
         accumulators: list[str],
     ) -> list[str]:
-        """chain += activation scale · Σ q · activation, panel after panel."""
+        """chain += activation scale · Σ q · activation."""
         activation, dot = self.activation(target), integer_dot(target)
         assert isinstance(activation, IntegerBlocks) and dot is not None
-        block = BlockDot(t, target, activation, dot, shape, inputs)
-        places = shape.places(target)
-        chains = dict(zip(places, accumulators, strict=True))
-        for panel, vectors in enumerate(columns):
+        block = BlockDot(t, target, activation, dot, rows, inputs)
+        vector = f"vector<{target.lanes}xf32>"
 
-            def words(group: int, vectors: list[Column] = vectors) -> list[str]:
-                return [column.word(t.constant(group)) for column in vectors]
+        def words(group: int) -> list[str]:
+            return [column.word(t.constant(group)) for column in columns]
 
-            totals = block.totals(_CODES, range(GROUPS), words, len(vectors))
-            for (row, v), total in totals.items():
-                chain = chains[row, panel, v]
-                chains[row, panel, v] = t.fma(
-                    total, block.scale(row), chain, f"vector<{target.lanes}xf32>"
-                )
-        return [chains[place] for place in places]
+        totals = block.totals(_CODES, range(GROUPS), words, len(columns))
+        return [
+            t.fma(totals[row, v], block.scale(row), chain, vector)
+            for chain, (row, v) in zip(accumulators, places(target, rows), strict=True)
+        ]
 
     def _column(self, t: Text, target: Target, base: str, first: int) -> Column:
         words = t.gep(base, first, "i32")

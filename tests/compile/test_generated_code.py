@@ -10,7 +10,7 @@ import pytest
 
 from buddy_pipeline.compile.codegen import compile_object, optimise, target_machine
 from buddy_pipeline.compile.formats import FORMATS
-from buddy_pipeline.compile.formats.base import TileShape
+from buddy_pipeline.compile.formats.base import places
 from buddy_pipeline.compile.formats.blocks import BlockFormat
 from buddy_pipeline.compile.formats.integer_activation import IntegerBlocks
 from buddy_pipeline.compile.kernels import attention, driver, embedding, linear
@@ -111,9 +111,9 @@ def built_attention(target: Target, shape: AttentionShape) -> Built:
     return built(attention.emit_attention(target, shape), shape.name, target)
 
 
-def tile_shape(name: str) -> TileShape:
-    rows, panels = map(int, re.findall(r"\d+", name))
-    return TileShape(rows, panels)
+def chains_of(tile: str, target: Target) -> int:
+    """Accumulators of a register tile, which is named after its tokens."""
+    return len(places(target, int(tile.removeprefix("tile_"))))
 
 
 def has_whole_vectors(code: Code, target: Target) -> bool:
@@ -125,7 +125,7 @@ def has_whole_vectors(code: Code, target: Target) -> bool:
 def test_linear_tiles_multiply_and_add_whole_vectors_only(target: Target, form: str) -> None:
     wanted = r"^vdpbf16ps" if target.bf16_dot else r"^(vfn?madd|fmla|vfmacc|vfmadd)"
     for name, tile in built_linear(target, form).parts("tile_").items():
-        chains = len(tile_shape(name).places(target))
+        chains = chains_of(name, target)
         loops = [loop for loop in tile.innermost_loops() if loop.packed()]
         assert loops, name
         assert tile.scalar() == [], name
@@ -179,7 +179,7 @@ def test_block_tiles_multiply_bytes(target: str, form: str) -> None:
     dots = 8 * activation.parts
     kernel = built_linear(described, form)
     for name, tile in kernel.parts("tile_").items():
-        chains = len(tile_shape(name).places(described))
+        chains = chains_of(name, described)
         assert tile.scalar() == [], name
         loops = [loop for loop in tile.innermost_loops() if loop.with_word(dot)]
         assert loops, name
@@ -193,7 +193,7 @@ def test_exact_block_tiles_compute_in_vectors_only(target: str, form: str) -> No
     described = named_target(target)
     kernel = built_linear(described, form)
     for name, tile in kernel.parts("tile_").items():
-        chains = len(tile_shape(name).places(described))
+        chains = chains_of(name, described)
         assert tile.scalar() == [], name
         loops = [loop for loop in tile.innermost_loops() if loop.packed()]
         assert loops, name
@@ -208,14 +208,13 @@ def test_linear_tiles_before_optimisation(target: Target) -> None:
     """One aligned load for each vector of weights, fused multiply-adds, no other arithmetic."""
     lanes = target.lanes
     for name, body in built_linear(target, "f32").ir_parts("tile_").items():
-        shape = tile_shape(name)
-        columns = shape.panels * target.panel_vectors
+        chains, columns = chains_of(name, target), target.panel_vectors
         fused = re.findall(rf"call <{lanes} x float> @llvm\.fma\.v{lanes}f32", body)
-        assert fused and len(fused) % (shape.rows * columns) == 0, name
+        assert fused and len(fused) % chains == 0, name
         assert not re.search(r"\b(fmul|fadd|fsub|fdiv|fmuladd)\b", body), name
         # A vector of weights serves all rows; besides there are the bias and the sums so far.
         loads = re.findall(rf"load <{lanes} x float>, ptr %\w+, align (\d+)", body)
-        assert len(loads) == len(fused) // shape.rows + columns + shape.rows * columns, name
+        assert len(loads) == len(fused) * columns // chains + columns + chains, name
         assert set(loads) == {str(4 * lanes)}, name
         assert len(re.findall("load float,", body)) == len(fused) // columns, name
 
