@@ -1,0 +1,169 @@
+"""The register tile of the linear kernel: some tokens by one panel of outputs over a K block."""
+
+from functools import partial
+
+from buddy_pipeline.compile.formats.base import activation_bytes, places, prefetch
+from buddy_pipeline.compile.kernels.linear_parts import LinearParts, ceil_div
+
+#: Tiles that multiply each weight so often have time to fetch the next panel beside their own work.
+PREFETCH_PRODUCTS = 7
+
+#: Multiplications of a weight that are written out one after the other.
+_UNROLL = 8
+
+_ARGS = [
+    ("a", "!llvm.ptr"),
+    ("w", "!llvm.ptr"),
+    ("c", "!llvm.ptr"),
+    ("ldc", "i64"),
+    ("depth", "i64"),
+    ("bias", "!llvm.ptr"),
+    ("scales", "!llvm.ptr"),
+    ("first", "i1"),
+    ("last", "i1"),
+    ("ahead", "!llvm.ptr"),
+    ("pace", "i64"),
+]
+
+
+class LinearTile:
+    """Writes `tile_R(a, w, c, ldc, depth, bias, scales, first, last, ahead, pace)`:
+    c[R][panel] (+)= a · w, for R = `rows` tokens.
+
+    Rows of `a` are `row_bytes` apart; `first` says whether chains begin or go on from what c holds,
+    `last` whether they end here. Large tiles fetch what lies at `ahead`, `pace` bytes for each unit
+    (those of a unit, or at most half of them).
+    """
+
+    def __init__(self, parts: LinearParts, rows: int) -> None:
+        self._t, self._target, self._form = parts.t, parts.target, parts.form
+        self._rows, self._vector = rows, parts.vector
+        self._places = places(parts.target, rows)
+        self._kinds = [parts.vector] * len(self._places)
+        self._unit_bytes = parts.form.unit_bytes(parts.target.panel)
+        self._unit_inputs = activation_bytes(parts.activation, parts.form.unit)
+
+    def emit(self) -> None:
+        """The function."""
+        t, form = self._t, self._form
+        with t.function(_name(self._rows), _ARGS, private=True):
+            outputs = self._outputs()
+            products = self._rows * max(1, form.registers(self._target).temporaries)
+            if products >= PREFETCH_PRODUCTS:
+                # Outputs of many tokens are in no near cache when the tile ends (1 to 2 % of it).
+                for output in outputs:
+                    t.prefetch(output, nearest=True, write=True)
+                chains = self._fetching_chains(self._start(outputs))
+            else:
+                chains = self._chains(self._start(outputs), fetched=0)
+            if form.scaled:
+                unscaled = chains
+                scaled = partial(self._scaled, unscaled)
+                chains = t.choose("%last", scaled, lambda: unscaled, self._kinds)
+            for chain, output in zip(chains, outputs, strict=True):
+                t.store(chain, output, self._vector, self._align)
+            t.line("return")
+
+    @property
+    def _align(self) -> int:
+        return 4 * self._target.lanes
+
+    def _outputs(self) -> list[str]:
+        """The address of every accumulator's outputs."""
+        t, lines = self._t, ["%c"]
+        for _ in range(1, self._rows):
+            lines.append(t.gep(lines[-1], "%ldc"))
+        return [t.gep(lines[row], v * self._target.lanes) for row, v in self._places]
+
+    def _start(self, outputs: list[str]) -> list[str]:
+        """What the chains go on from: the bias, zero, or the outputs so far."""
+
+        def begin() -> list[str]:
+            return (self._zeros() if self._form.scaled else self._bias_or_zero()) * self._rows
+
+        def so_far() -> list[str]:
+            return [self._t.load(output, self._vector, self._align) for output in outputs]
+
+        return self._t.choose("%first", begin, so_far, self._kinds)
+
+    def _fetching_chains(self, start: list[str]) -> list[str]:
+        """A panel's only tile fetches the next panel. Of several each fetches a part, at most half:
+        all of it during the first would be a burst that holds up the tile itself (75 and 83 % of
+        the peak, f32 weights from memory)."""
+        t, whole = self._t, self._unit_bytes
+        return t.choose(
+            t.compare("eq", "%pace", t.constant(whole)),
+            lambda: self._chains(start, whole),
+            lambda: self._chains(start, whole // 2),
+            self._kinds,
+        )
+
+    def _chains(self, start: list[str], fetched: int) -> list[str]:
+        """Every chain over all units, with `fetched` bytes of what comes later for each."""
+        t, zero, one = self._t, self._t.constant(0), self._t.constant(1)
+        units = ceil_div(t, "%depth", self._form.unit)
+        unroll = max(1, _UNROLL // (self._rows * self._form.unit))
+        rest = t.op(f"arith.remui {units}, {t.constant(unroll)} : i64")
+        whole = t.binary("arith.subi", units, rest)
+        begun = list(zip(start, self._kinds, strict=True))
+        with t.loop(zero, whole, t.constant(unroll), begun) as main:
+            main.next = self._steps(main.index, main.carried, unroll, fetched)
+        if unroll == 1:
+            return main.results
+        begun = list(zip(main.results, self._kinds, strict=True))
+        with t.loop(whole, units, one, begun) as tail:
+            tail.next = self._steps(tail.index, tail.carried, 1, fetched)
+        return tail.results
+
+    def _steps(self, number: str, accumulators: list[str], count: int, fetched: int) -> list[str]:
+        """`count` units of every chain, from unit `number` on."""
+        t = self._t
+        inputs = t.gep("%a", t.mul(number, t.constant(self._unit_inputs)), "i8")
+        base = t.gep("%w", t.mul(number, t.constant(self._unit_bytes)), "i8")
+        if fetched:
+            prefetch(t, t.gep("%ahead", t.mul(number, "%pace"), "i8"), count * fetched)
+        for step in range(count):
+            accumulators = self._form.emit_unit(
+                t,
+                self._target,
+                self._rows,
+                t.gep(base, step * self._unit_bytes, "i8"),
+                t.gep(inputs, step * self._unit_inputs, "i8"),
+                accumulators,
+            )
+        return accumulators
+
+    def _scaled(self, chains: list[str]) -> list[str]:
+        """chain · scale + bias of every accumulator."""
+        bias, scales = self._bias_or_zero(), self._panel_vectors("%scales")
+        return [
+            self._t.fma(chain, scales[v], bias[v], self._vector)
+            for chain, (_, v) in zip(chains, self._places, strict=True)
+        ]
+
+    def _bias_or_zero(self) -> list[str]:
+        """The bias of each vector of the panel."""
+        t, kinds = self._t, [self._vector] * self._target.panel_vectors
+        bias = partial(self._panel_vectors, "%bias")
+        return t.choose(t.is_null("%bias"), self._zeros, bias, kinds)
+
+    def _zeros(self) -> list[str]:
+        return [self._t.constant(0.0, self._vector)] * self._target.panel_vectors
+
+    def _panel_vectors(self, first: str) -> list[str]:
+        """An f32 of each output of the panel."""
+        t, lanes = self._t, self._target.lanes
+        return [
+            t.load(t.gep(first, v * lanes), self._vector, self._align)
+            for v in range(self._target.panel_vectors)
+        ]
+
+
+def call_tile(parts: LinearParts, rows: int, values: list[str]) -> None:
+    """Calls the tile of `rows` tokens; `values` in the order of its arguments."""
+    kinds = [kind for _, kind in _ARGS]
+    parts.t.call(_name(rows), list(zip(values, kinds, strict=True)))
+
+
+def _name(rows: int) -> str:
+    return f"tile_{rows}"
