@@ -23,7 +23,7 @@ from buddy_pipeline.compile.kernels.linear_parts import (
     ceil_div,
     linear_name,
 )
-from buddy_pipeline.compile.kernels.linear_tile import LinearTile, call_tile
+from buddy_pipeline.compile.kernels.linear_tile import LinearTile, call_tile, sizes_of_several
 from buddy_pipeline.compile.kernels.matrix_linear import MatrixLinear, matrix_scratch_bytes
 from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import Text
@@ -145,7 +145,7 @@ class _Linear(LinearParts):
                                 t.binary("arith.subi", end, start),
                                 {
                                     size: partial(call_tile, self, size, call)
-                                    for size in range(1, self.tile_rows + 1)
+                                    for size in sizes_of_several(self)
                                 },
                             )
             t.line("return")

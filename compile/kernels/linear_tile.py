@@ -5,8 +5,9 @@ from functools import partial
 from buddy_pipeline.compile.formats.base import activation_bytes, places, prefetch
 from buddy_pipeline.compile.kernels.linear_parts import LinearParts, ceil_div
 
-#: Tiles that multiply each weight so often have time to fetch the next panel beside their own work.
-PREFETCH_PRODUCTS = 7
+#: A panel's only tile, if it multiplies each weight so often, has time to fetch the next panel
+#: beside its own work; others would only disturb the stream that they read.
+_FETCHING_PRODUCTS = 7
 
 #: Multiplications of a weight that are written out one after the other.
 _UNROLL = 8
@@ -31,8 +32,8 @@ class LinearTile:
     c[R][panel] (+)= a · w, for R = `rows` tokens.
 
     Rows of `a` are `row_bytes` apart; `first` says whether chains begin or go on from what c holds,
-    `last` whether they end here. Large tiles fetch what lies at `ahead`, `pace` bytes for each unit
-    (those of a unit, or at most half of them).
+    `last` whether they end here. Tiles fetch what lies at `ahead`, `pace` bytes for each unit: as
+    many as a unit has, if the tile is the panel's only one, else at most half of them.
     """
 
     def __init__(self, parts: LinearParts, rows: int) -> None:
@@ -41,6 +42,7 @@ class LinearTile:
         self._places = places(parts.target, rows)
         self._kinds = [parts.vector] * len(self._places)
         self._unit_bytes = parts.form.unit_bytes(parts.target.panel)
+        self._is_one_of_several = rows in sizes_of_several(parts)
         self._unit_inputs = activation_bytes(parts.activation, parts.form.unit)
 
     def emit(self) -> None:
@@ -48,14 +50,10 @@ class LinearTile:
         t, form = self._t, self._form
         with t.function(_name(self._rows), _ARGS, private=True):
             outputs = self._outputs()
-            products = self._rows * max(1, form.registers(self._target).temporaries)
-            if products >= PREFETCH_PRODUCTS:
-                # Outputs of many tokens are in no near cache when the tile ends (1 to 2 % of it).
-                for output in outputs:
-                    t.prefetch(output, nearest=True, write=True)
-                chains = self._fetching_chains(self._start(outputs))
-            else:
-                chains = self._chains(self._start(outputs), fetched=0)
+            # Outputs of many tokens are in no near cache when the tile ends (1 to 2 % of it).
+            for output in outputs if self._is_one_of_several else ():
+                t.prefetch(output, nearest=True, write=True)
+            chains = self._all_chains(self._start(outputs))
             if form.scaled:
                 unscaled = chains
                 scaled = partial(self._scaled, unscaled)
@@ -86,17 +84,19 @@ class LinearTile:
 
         return self._t.choose("%first", begin, so_far, self._kinds)
 
-    def _fetching_chains(self, start: list[str]) -> list[str]:
-        """A panel's only tile fetches the next panel. Of several each fetches a part, at most half:
-        all of it during the first would be a burst that holds up the tile itself (75 and 83 % of
-        the peak, f32 weights from memory)."""
+    def _all_chains(self, start: list[str]) -> list[str]:
+        """A panel's only tile may fetch all of the next panel. Of several each fetches a part, at
+        most half: all of it during the first would be a burst that holds up the tile itself (75 and
+        83 % of the peak, f32 weights from memory), and without any they wait at each panel's start
+        (two tiles of 6 tokens on Q8_0 took 1.7 times as long as two of 7)."""
         t, whole = self._t, self._unit_bytes
-        return t.choose(
-            t.compare("eq", "%pace", t.constant(whole)),
-            lambda: self._chains(start, whole),
-            lambda: self._chains(start, whole // 2),
-            self._kinds,
-        )
+        products = self._rows * max(1, self._form.registers(self._target).temporaries)
+        alone = partial(self._chains, start, whole if products >= _FETCHING_PRODUCTS else 0)
+        if not self._is_one_of_several:
+            return alone()
+        one_of_several = partial(self._chains, start, whole // 2)
+        is_alone = t.compare("eq", "%pace", t.constant(whole))
+        return t.choose(is_alone, alone, one_of_several, self._kinds)
 
     def _chains(self, start: list[str], fetched: int) -> list[str]:
         """Every chain over all units, with `fetched` bytes of what comes later for each."""
@@ -157,6 +157,11 @@ class LinearTile:
             t.load(t.gep(first, v * lanes), self._vector, self._align)
             for v in range(self._target.panel_vectors)
         ]
+
+
+def sizes_of_several(parts: LinearParts) -> range:
+    """Tokens of a tile where a panel has more than one: tokens are dealt out evenly."""
+    return range((parts.tile_rows + 1) // 2, parts.tile_rows + 1)
 
 
 def call_tile(parts: LinearParts, rows: int, values: list[str]) -> None:
