@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from buddy_pipeline.compile.manifest import PartitionPlan, Plan
 from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.partition.counted import counted
 
 PHASES = ("prefill", "decode")
 
@@ -48,7 +49,8 @@ def emit_forward(plan: Plan, numbers: Sequence[int], phase: str) -> str:
     `%tables` holds the address of each one's args table, in the same order.
     """
     t = Text()
-    t.line(f"// {phase}: {len(numbers)} partitions in pipeline order, by every thread of a team.")
+    partitions = counted(len(numbers), "partition")
+    t.line(f"// {phase}: {partitions} in pipeline order, by every thread of a team.")
     for number in numbers:
         t.line(f"func.func private @{subgraph_name(number, phase)}({_TYPES})")
     arguments = [("tables", "!llvm.ptr"), *_ARGUMENTS[1:]]
@@ -75,5 +77,7 @@ def describe_arguments(plan: Plan, partition: PartitionPlan) -> list[str]:
     lines += [f"constant {name}" for name in partition.constants]
     scratch = plan.templates[partition.template].scratch
     lines += [f"temporary: {row_bytes} bytes a token" for row_bytes in scratch]
-    lines += [f"KV offset: {kv.heads} heads of {kv.key}, {kv.value}" for kv in partition.kv]
+    lines += [
+        f"KV offset: {counted(kv.heads, 'head')} of {kv.key}, {kv.value}" for kv in partition.kv
+    ]
     return [f"{word} {line}" for word, line in enumerate(lines)]

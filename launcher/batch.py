@@ -19,6 +19,7 @@ from buddy_pipeline.launcher.generate import Request
 from buddy_pipeline.launcher.output import Result, result_fields
 from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.settings import BatchSettings
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.error_lines import print_error
 
@@ -101,11 +102,13 @@ class _Batch:
         """All of it for people, in one line."""
         tokens = self.prompt_tokens + self.generated_tokens
         before = f", {done_before} done before" if done_before else ""
-        bad = f", {self.bad} bad lines skipped" if self.bad else ""
+        bad = f", {counted(self.bad, 'bad line')} skipped" if self.bad else ""
         return (
-            f"{self.results} results{before}{bad} | prompts {self.prompt_tokens} tokens, "
-            f"{self.reused_tokens} of them reused | generation {self.generated_tokens} tokens | "
-            f"{tokens / seconds:.1f} tokens/s in {seconds:.1f} s"
+            f"{counted(self.results, 'result')}{before}{bad}"
+            f" | prompts {counted(self.prompt_tokens, 'token')},"
+            f" {self.reused_tokens} of them reused"
+            f" | generation {counted(self.generated_tokens, 'token')}"
+            f" | {tokens / seconds:.1f} tokens/s in {seconds:.1f} s"
         )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from buddy_pipeline.launcher.stop_texts import StopTexts
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.sampling import SamplingOptions, make_sampler
 from buddy_pipeline.ranks.sequence import Sequence
@@ -155,7 +156,7 @@ def check_prompt_length(length: int, context: int) -> None:
         raise UserError("the prompt is empty: give at least one token of text")
     if length > context:
         raise UserError(
-            f"the prompt has {length} tokens, but the context holds {context}:"
+            f"the prompt has {counted(length, 'token')}, but the context holds {context}:"
             " shorten it or raise max_token_len in the spec"
         )
 

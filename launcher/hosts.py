@@ -26,6 +26,7 @@ from typing import Any
 
 from buddy_pipeline.launcher.nearest import nearest
 from buddy_pipeline.partition.cost import Host, Link
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 
 #: Between ranks of one host, as measured with MPICH's shared memory: 6 µs for a short message.
@@ -84,9 +85,10 @@ def read_hosts(path: Path, world: int) -> Cluster:
             if len(hosts) > world:
                 break
     if len(hosts) != world:
-        have = f"more than {world}" if len(hosts) > world else str(len(hosts))
+        most = counted(min(len(hosts), world), "rank")
+        have = f"more than {most}" if len(hosts) > world else most
         raise UserError(
-            f"{where} has {have} ranks, but --world is {world}: "
+            f"{where} has {have}, but --world is {world}: "
             "mend count and ranks of its hosts, or --world"
         )
     links = tuple(

@@ -11,6 +11,7 @@ from buddy_pipeline.compile.build_directory import BuildDirectory
 from buddy_pipeline.compile.object_file import read_object_file
 from buddy_pipeline.compile.partition_manifest import PartitionManifest, parse_manifest
 from buddy_pipeline.launcher.build_config import BuildConfig, load_config
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.weight_files import MANIFEST as WEIGHTS_MANIFEST
 from buddy_pipeline.ranks.weight_files import read_weights_manifest
@@ -178,7 +179,7 @@ def _bundle_table(path: Path) -> Table:
     facts = {
         "rank": f"{bundle.rank} of {bundle.world}",
         "layers by rank": ", ".join(map(str, bundle.split)),
-        "model": f"{config.family}, {config.layers} layers, {config.variant}",
+        "model": f"{config.family}, {counted(config.layers, 'layer')}, {config.variant}",
         "CPU": f"{config.target.cpu} ({config.target.triple})",
     }
     sizes = bundle.sizes()

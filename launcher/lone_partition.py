@@ -19,6 +19,7 @@ from buddy_pipeline.launcher.nearest import nearest
 from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.prebuilt import BuiltDirectory
 from buddy_pipeline.launcher.settings import PartitionSettings
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.affinity import prepare_threads, threads_for
 from buddy_pipeline.ranks.checkpoint import Checkpoint, open_checkpoint
@@ -60,7 +61,7 @@ def run_partition_command(settings: PartitionSettings) -> int:
     for partition in partitions:
         alone = _load(built, checkpoint, partition, tokens, team)
         found = alone.run({**values, **made}, settings.step or tokens)
-        print(f"{partition.name}: {tokens} tokens")
+        print(f"{partition.name}: {counted(tokens, 'token')}")
         for what, described in (("reads", alone.inputs), ("makes", alone.outputs)):
             for value in described.values():
                 print(f"  {what} {_described(built.plan, value)}")
@@ -85,8 +86,8 @@ def _check_tokens(tokens: int, config: BuildConfig) -> None:
     """Raises UserError for more tokens than one sequence has positions."""
     if tokens > config.context:
         raise UserError(
-            f"{tokens} tokens are more than the model's {config.context} positions: give at most"
-            f" {config.context} with --tokens or --inputs"
+            f"{tokens} tokens are more than the model's {counted(config.context, 'position')}:"
+            f" give at most {config.context} with --tokens or --inputs"
         )
 
 
@@ -127,7 +128,7 @@ def _checked(plan: Plan, value: Value, array: np.ndarray, tokens: int | None) ->
         raise UserError(
             f"--inputs has {value.name} as {array.dtype} {list(array.shape)}, but"
             f" {_described(plan, value)} is needed"
-            + (f" for {tokens} tokens" if tokens else "")
+            + (f" for {counted(tokens, 'token')}" if tokens else "")
             + ": save it so"
         )
     if value.name == plan.token_input and not 0 <= array.min() <= array.max() < plan.vocab_size:

@@ -21,6 +21,7 @@ from buddy_pipeline.launcher.settings import ModelSettings
 from buddy_pipeline.launcher.spec import Spec, load_spec
 from buddy_pipeline.launcher.stored_formats import as_stored
 from buddy_pipeline.launcher.variants import known_cache_type, known_variant
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 
 if TYPE_CHECKING:
@@ -192,8 +193,9 @@ def _layer_count(checkpoint: Checkpoint) -> int:
     layers = _layers(checkpoint.config)
     if layers > len(checkpoint.tensors):
         raise UserError(
-            f"{checkpoint.path}: its configuration has {layers} layers, but the weights are only"
-            f" {len(checkpoint.tensors)} tensors; the two do not belong together"
+            f"{checkpoint.path}: its configuration has {counted(layers, 'layer')}, but the weights"
+            f" are only {counted(len(checkpoint.tensors), 'tensor')}; the two do not belong"
+            " together"
         )
     return layers
 

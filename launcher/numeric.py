@@ -15,6 +15,7 @@ from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.granularity import Granularity, Sharing
 from buddy_pipeline.launcher.loading import StepSizes, open_engine
 from buddy_pipeline.launcher.model import Model
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 
 #: Greedy steps after each prompt.
@@ -101,8 +102,8 @@ def _run(
     longest = max(len(ids) for ids in prompts.values()) + STEPS
     if longest > model.context:
         raise UserError(
-            f"--prompt of {longest - STEPS} tokens and {STEPS} steps do not fit the context of"
-            f" {model.context}: give a shorter prompt"
+            f"--prompt of {counted(longest - STEPS, 'token')} and {STEPS} steps do not fit the"
+            f" context of {model.context}: give a shorter prompt"
         )
     small = replace(model, context=longest)
     found: Logits = {}

@@ -10,6 +10,7 @@ from typing import Any, TextIO
 
 from buddy_pipeline.compile.cache import write_atomically
 from buddy_pipeline.launcher.generate import FinishReason
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 
 
@@ -34,8 +35,9 @@ class Statistics:
         rate = self.generation_tokens_per_s
         memory = ", ".join(f"{size / 1e6:,.0f}" for size in self.peak_memory_bytes)
         return (
-            f"prompt {self.prompt_tokens} tokens, {self.prompt_tokens_per_s:.1f} tokens/s"
-            f" | generation {self.generation_tokens} tokens,"
+            f"prompt {counted(self.prompt_tokens, 'token')},"
+            f" {self.prompt_tokens_per_s:.1f} tokens/s"
+            f" | generation {counted(self.generation_tokens, 'token')},"
             f" {'-' if rate is None else f'{rate:.1f}'} tokens/s"
             f" | first token after {self.time_to_first_token_s:.3f} s"
             f" | peak memory by rank {memory} MB"

@@ -20,6 +20,7 @@ from buddy_pipeline.partition.cost import (
     predict,
     step_time,
 )
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import layer_ranges
 from buddy_pipeline.ranks.affinity import available_cores
@@ -62,7 +63,7 @@ def _ranges(
         split = best_split(costs.layers, world, step_time(costs, cluster.hosts, work))
         if split is None:
             raise UserError(
-                f"--balance speed: no split over {world} ranks fits their memory with "
+                f"--balance speed: no split over {counted(world, 'rank')} fits their memory with "
                 f"--sequences {work.sequences}: use more ranks, fewer sequences or a shorter "
                 "max_token_len in the spec"
             )
@@ -78,8 +79,9 @@ def _lines(
 ) -> Iterator[str]:
     stages = prediction.stages
     yield (
-        f"{settings.spec}, {model.variant}: {model.layers} layers over {settings.world} ranks, "
-        f"{work.sequences} sequences of up to {work.context} positions"
+        f"{settings.spec}, {model.variant}: {counted(model.layers, 'layer')} over "
+        f"{counted(settings.world, 'rank')}, {counted(work.sequences, 'sequence')} of up to "
+        f"{counted(work.context, 'position')}"
     )
     if settings.hosts is None:
         host = cluster.hosts[0]
@@ -102,6 +104,6 @@ def _lines(
         )
     yield f"one sequence: {prediction.one_sequence:,.1f} tokens/s"
     yield (
-        f"{work.sequences} sequences: {prediction.many_sequences:,.1f} tokens/s, "
-        f"in {prediction.microbatches} microbatches"
+        f"{counted(work.sequences, 'sequence')}: {prediction.many_sequences:,.1f} tokens/s, "
+        f"in {counted(prediction.microbatches, 'microbatch', 'microbatches')}"
     )

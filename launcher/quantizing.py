@@ -16,6 +16,7 @@ from buddy_pipeline.launcher.gguf_tokenizer import build_gguf_tokenizer, pre_tok
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.settings import QuantizeSettings
 from buddy_pipeline.launcher.variants import quantised_variants
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint.quantised_directory import METHOD
 from buddy_pipeline.ranks.quantising import convert, plan_conversion
@@ -53,8 +54,9 @@ def quantize_command(settings: QuantizeSettings) -> int:
     with typer.progressbar(length=conversion.bytes, label="quantizing", file=sys.stderr) as bar:
         convert(conversion, settings.output, bar.update, [lambda folder: _copy(model, folder)])
     seconds = time.perf_counter() - started
+    matrices = counted(len(conversion.matrices), "matrix", "matrices")
     print(
-        f"{settings.output}: {formats.name}, {len(conversion.matrices)} matrices quantised,"
+        f"{settings.output}: {formats.name}, {matrices} quantised,"
         f" {conversion.bytes / 1e6:,.1f} MB, {seconds:.1f} s"
     )
     return 0

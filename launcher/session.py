@@ -20,6 +20,7 @@ from buddy_pipeline.launcher.loading import LoadedStage, load_stage
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.prebuilt import open_prebuilt
 from buddy_pipeline.launcher.settings import Balance, PipelineSettings
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role
 from buddy_pipeline.ranks.engine import Engine
@@ -256,7 +257,7 @@ def _check_room(positions: int, context: int) -> bool:
     """Raises UserError if a KV cache of so many positions does not hold one sequence."""
     if positions < context:
         raise UserError(
-            f"the KV cache has room for {positions} tokens, but one sequence may have {context}:"
-            " raise --kv-memory, lower max_token_len in the spec, or use more ranks"
+            f"the KV cache has room for {counted(positions, 'token')}, but one sequence may have"
+            f" {context}: raise --kv-memory, lower max_token_len in the spec, or use more ranks"
         )
     return True

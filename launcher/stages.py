@@ -31,6 +31,7 @@ from buddy_pipeline.compile.worker_process import CompileError
 from buddy_pipeline.launcher.build_config import BuildConfig
 from buddy_pipeline.launcher.build_team import BuildTeam
 from buddy_pipeline.launcher.settings import ImportSettings
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role, layer_ranges
 from buddy_pipeline.ranks.checkpoint import open_checkpoint
@@ -89,8 +90,8 @@ def import_files(
     )
     if plan.layers != config.layers:
         raise UserError(
-            f"the configuration has {config.layers} layers, but its model's graph {plan.layers}:"
-            " run 'buddy-pipeline gen-config' again"
+            f"the configuration has {counted(config.layers, 'layer')}, but its model's graph"
+            f" {plan.layers}: run 'buddy-pipeline gen-config' again"
         )
     started = time.perf_counter()
     share = Share.of(plan, ranges, ranks)

@@ -39,6 +39,7 @@ from buddy_pipeline.launcher.stages import (
     finish_compile,
     import_in_team,
 )
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import layer_ranges
 from buddy_pipeline.ranks.faults import together
@@ -59,7 +60,7 @@ def gen_config_command(settings: BuildSettings, output: Path) -> int:
         ) from None
     target = config.target
     print(
-        f"{output}: {config.family}, {config.layers} layers, {config.variant},"
+        f"{output}: {config.family}, {counted(config.layers, 'layer')}, {config.variant},"
         f" {config.granularity.strategy}, {target.cpu} ({target.triple})"
     )
     return 0
@@ -176,7 +177,8 @@ def _build(
         world, lambda: import_in_team(directory, config, cache, imports, ranks, team, builder)
     )
     if imported is not None:
-        print(f"{directory.root}: {config.family}, {config.layers} layers, for {config.target.cpu}")
+        layers = counted(config.layers, "layer")
+        print(f"{directory.root}: {config.family}, {layers}, for {config.target.cpu}")
         print(f"  {_imported_line(imported)}")
     weights = _export_weights(directory, config, imports, team)
     if weights is not None:
@@ -215,8 +217,8 @@ def _verify(
     if not report.ok:
         raise RuntimeError(f"the cut of the graph is wrong: {report.violations[0].message}")
     print(
-        f"  verified {report.compute_nodes} nodes in {report.partitions} partitions:"
-        f" {time.perf_counter() - started:.2f} s"
+        f"  verified {counted(report.compute_nodes, 'node')} in"
+        f" {counted(report.partitions, 'partition')}: {time.perf_counter() - started:.2f} s"
     )
 
 
@@ -287,14 +289,14 @@ def _imported_line(imported: Imported) -> str:
         else "plan from the cache"
     )
     return (
-        f"{how}: {counts['prefill']} prefill and {counts['decode']} decode partitions of"
-        f" {counts['templates']} templates; files in {imported.writing:.2f} s"
+        f"{how}: {counts['prefill']} prefill and {counted(counts['decode'], 'decode partition')} of"
+        f" {counted(counts['templates'], 'template')}; files in {imported.writing:.2f} s"
     )
 
 
 def _weights_line(done: Exported) -> str:
     return (
-        f"{done.bytes / 1e6:.0f} MB of weights: {len(done.written)} files written and"
+        f"{done.bytes / 1e6:.0f} MB of weights: {counted(len(done.written), 'file')} written and"
         f" {len(done.reused)} reused in {done.seconds:.2f} s"
     )
 
@@ -307,7 +309,7 @@ def _print_objects(built: Sequence[BuiltBy]) -> None:
 
 def _compiled_line(built: Sequence[BuiltBy], seconds: float) -> str:
     fresh = sum(not item.built.from_cache for item in built)
-    return f"{fresh} objects built, {len(built) - fresh} from the cache: {seconds:.2f} s"
+    return f"{counted(fresh, 'object')} built, {len(built) - fresh} from the cache: {seconds:.2f} s"
 
 
 def _check_report(path: Path | None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from enum import Enum
 from itertools import accumulate
 
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 
 
@@ -85,14 +86,14 @@ def _check_sizes(sizes: Sequence[int], num_layers: int, world: int) -> None:
     shown = ",".join(map(str, sizes))
     if len(sizes) != world:
         raise UserError(
-            f"split {shown} names {len(sizes)} ranks, but the pipeline has {world}:"
+            f"split {shown} names {counted(len(sizes), 'rank')}, but the pipeline has {world}:"
             " give one number of layers for each rank"
         )
     if any(size < 0 for size in sizes):
         raise UserError(f"split {shown} has a negative number of layers: use 0 or more a rank")
     if sum(sizes) != num_layers:
         raise UserError(
-            f"split {shown} sums to {sum(sizes)} layers, but the model has {num_layers}:"
+            f"split {shown} sums to {counted(sum(sizes), 'layer')}, but the model has {num_layers}:"
             " make the numbers sum to the model's layers"
         )
 
@@ -100,7 +101,7 @@ def _check_sizes(sizes: Sequence[int], num_layers: int, world: int) -> None:
 def _check_rank(rank: int, world: int) -> None:
     if not 0 <= rank < world:
         raise UserError(
-            f"rank {rank} does not exist in a pipeline of {world} ranks:"
+            f"rank {rank} does not exist in a pipeline of {counted(world, 'rank')}:"
             f" use a rank from 0 to {world - 1}"
             if world > 0
             else f"a pipeline of {world} ranks cannot run: use 1 rank or more"

@@ -7,6 +7,7 @@ kernels ("model.layers.N", "transformer.h.N", "gpt_neox.layers.N"), so no model 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.graph import (
     ATTENTION_OP,
@@ -94,7 +95,7 @@ def block_partitions(
     if layers and not 0 <= layers.start < layers.stop <= count:
         raise UserError(
             f"layers {layers.start} to {layers.stop - 1} are not all in the model:"
-            f" choose among its {count} layers"
+            f" choose among its {counted(count, 'layer')}"
         )
     wanted: set[Unit] = set(layers)
     if role in (BlockRole.FIRST, BlockRole.SINGLE):

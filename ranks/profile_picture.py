@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.ranks.profile_report import Busy, RankProfile, busy_shares
 from buddy_pipeline.ranks.profile_spans import Kind
 
@@ -58,7 +59,8 @@ def write_picture(path: Path, profiles: Sequence[RankProfile]) -> None:
 
 def _picture(profiles: Sequence[RankProfile], busy: Busy) -> Iterator[str]:
     seconds = (busy.end - busy.begin) / 1e9
-    title = f"{len(profiles)} ranks over {seconds:.3f} s: bubble {100 * busy.bubble:.1f} %"
+    ranks = counted(len(profiles), "rank")
+    title = f"{ranks} over {seconds:.3f} s: bubble {100 * busy.bubble:.1f} %"
     yield f"<text x='{_LEFT}' y='28' font-size='18'>{title}</text>"
     yield from _legend()
     top = 85

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.ranks.profile_clock import Offset
 from buddy_pipeline.ranks.profile_regions import RegionTimes, StageTimes
 from buddy_pipeline.ranks.profile_spans import KEPT_SPANS, Kind, Span
@@ -134,13 +135,13 @@ def report(profiles: Sequence[RankProfile], slots: int) -> Iterator[str]:
 def _rank_lines(profile: RankProfile) -> Iterator[str]:
     steps = profile.counts[Kind.RUN]
     whole = max(1, profile.end - profile.begin)
-    threads = f"{profile.threads} thread{'s' * (profile.threads > 1)}"
+    threads = counted(profile.threads, "thread")
     clock = ""
     if profile.rank:
         clock = f", clock {profile.clock.ns / 1e3:+.1f} µs ± {profile.clock.error / 1e3:.1f}"
     yield (
         f"profile of rank {profile.rank} on {profile.hostname}, {threads}: "
-        f"{steps} steps in {whole / 1e9:.3f} s{clock}"
+        f"{counted(steps, 'step')} in {whole / 1e9:.3f} s{clock}"
     )
     parts = [(_SHOWN[kind], profile.totals[kind]) for kind in Kind] + [("Python", profile.python)]
     yield f"  {'':14}{'ms':>12}{'% of time':>11}{'µs a step':>12}"
@@ -173,7 +174,7 @@ def _stage_lines(stage: StageTimes, threads: int, slots: int, run: int) -> Itera
         "in regions": stage.in_regions,
         "between regions": stage.between_regions,
         "before and after": run - stage.span,
-        f"waiting, {threads} threads": stage.waits,
+        f"waiting, {counted(threads, 'thread')}": stage.waits,
         "waiting, thread 0": stage.first_waits,
     }
     yield "  " + ", ".join(f"{name} {ns / 1e6:,.3f} ms" for name, ns in totals.items())

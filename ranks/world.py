@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.affinity import CoreShare, available_cores, core_share
 from buddy_pipeline.ranks.mpi_launcher import Launcher, detect_launcher
@@ -55,8 +56,8 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
     if launcher.size is not None and comm.Get_size() != launcher.size:
         library = " ".join(mpi.Get_library_version().split("\n")[0].split())
         raise UserError(
-            f"the launcher started {launcher.size} ranks but mpi4py's MPI ({library}) sees "
-            f"{comm.Get_size()}: start with the mpirun of that MPI{_own_mpirun()}, "
+            f"the launcher started {counted(launcher.size, 'rank')} but mpi4py's MPI ({library}) "
+            f"sees {comm.Get_size()}: start with the mpirun of that MPI{_own_mpirun()}, "
             "or install mpi4py for the launcher's MPI"
         )
     comm = comm.Dup()
@@ -79,7 +80,7 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
 
 
 def _load_mpi(launcher: Launcher) -> Any:
-    started = "several ranks" if launcher.size is None else f"{launcher.size} ranks"
+    started = "several ranks" if launcher.size is None else counted(launcher.size, "rank")
     try:
         with warnings.catch_warnings():
             # mpi4py's word on an MPI that is not the launcher's; join_world has a better one.

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "compile": ("compile", "partition"),
     "ranks": (
         *("ranks", *READ_BY_RANKS),
-        *("partition.layers", "partition.errors", "partition.sealed_json"),
+        *(f"partition.{name}" for name in ("layers", "errors", "sealed_json", "counted")),
     ),
     "launcher": ("launcher", "ranks", "compile", "partition"),
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 from gguf import get_tensor_name_map
 from gguf.constants import MODEL_ARCH_NAMES
 
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint.shown import shown
 
@@ -198,7 +199,7 @@ def hf_names(
         if hf_name is None or layer >= layers:
             raise UserError(
                 f"{path}: tensor {shown(gguf_name)} is not one of a {architecture} model with "
-                f"{layers} layers as known here; the file is damaged or of a newer kind"
+                f"{counted(layers, 'layer')} as known here; the file is damaged or of a newer kind"
             )
         names[gguf_name] = hf_name.format(layer)
     return names

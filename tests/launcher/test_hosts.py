@@ -68,7 +68,7 @@ def test_a_thousand_like_hosts_are_one_entry(tmp_path: Path) -> None:
         ),
         ('{"hosts": 1' + "0" * 5000 + "}", "is not valid JSON: Exceeds the limit"),
         ({"hosts": [HOST], "link": {"latency_us": 1}}, "link lacks the key 'bandwidth_gb_s'"),
-        ({"hosts": [HOST]}, "has 1 ranks, but --world is 2: mend count and ranks"),
+        ({"hosts": [HOST]}, "has 1 rank, but --world is 2: mend count and ranks"),
         ({"hosts": [{**HOST, "count": 10**9}]}, "has more than 2 ranks, but --world is 2"),
         ({"hosts": [{**HOST, "ranks": 10**9}]}, "has more than 2 ranks, but --world is 2"),
     ],

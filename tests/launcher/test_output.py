@@ -44,7 +44,7 @@ def test_the_statistics_are_one_line() -> None:
 
 def test_one_token_has_no_generation_rate() -> None:
     line = Statistics(1, 1.0, 0, 1, None, 1.0, [0]).line()
-    assert "generation 1 tokens, - tokens/s" in line
+    assert "generation 1 token, - tokens/s" in line
 
 
 def test_the_json_file_has_the_fields_of_a_run(tmp_path: Path) -> None:

@@ -119,6 +119,13 @@ def test_plan_prints_a_line_for_each_rank_and_both_speeds(
     assert lines[8].startswith("16 sequences: ")
 
 
+def test_numbers_of_one_are_singular(spec: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", "--spec", str(spec), "--world", "1", "--sequences", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "6 layers over 1 rank, 1 sequence of up to" in lines[0]
+    assert lines[-1].startswith("1 sequence: ") and lines[-1].endswith("in 1 microbatch")
+
+
 def test_plan_takes_the_hosts_of_a_file_and_says_what_does_not_fit(
     spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -92,7 +92,7 @@ def test_roles(world: int) -> None:
 
 @pytest.mark.parametrize(("rank", "world"), [(4, 4), (-1, 4), (1, 1), (0, 0)])
 def test_rank_outside_the_pipeline_is_refused(rank: int, world: int) -> None:
-    with pytest.raises(UserError, match=f"{world} ranks"):
+    with pytest.raises(UserError, match=f"pipeline of {world} rank"):
         block_role(rank, world)
-    with pytest.raises(UserError, match=f"{world} ranks"):
+    with pytest.raises(UserError, match=f"pipeline of {world} rank"):
         pipeline_layer_range(10, rank, world)

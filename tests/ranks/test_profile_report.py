@@ -38,7 +38,7 @@ def test_regions_of_layers_that_share_code_are_one_line() -> None:
 
 def test_the_report_has_a_table_for_each_rank() -> None:
     text = "\n".join(report(two_ranks(), slots=9))
-    assert "profile of rank 0 on node<1>, 1 thread: 1 steps in 0.005 s\n" in text
+    assert "profile of rank 0 on node<1>, 1 thread: 1 step in 0.005 s\n" in text
     assert "clock +100000.0 µs ± 1.0" in text
     assert "first region to last 4.000 ms, in regions 4.000 ms" in text
     assert "waiting, thread 0 1.000 ms" in text

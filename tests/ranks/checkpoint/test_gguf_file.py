@@ -37,7 +37,7 @@ REFUSED: dict[str, tuple[Gguf, str]] = {
     ),
     "unknown tensor": (
         renamed("blk.0.attn_norm.weight", "blk.0.attn_sinks.weight"),
-        "tensor blk.0.attn_sinks.weight is not one of a llama model with 1 layers",
+        "tensor blk.0.attn_sinks.weight is not one of a llama model with 1 layer",
     ),
     "layer beyond the last": (
         renamed("blk.0.attn_norm.weight", "blk.1.attn_norm.weight"),
