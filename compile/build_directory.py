@@ -9,7 +9,7 @@
     mlir/NAME/                the code of one object: its module and islands
     debug/PARTITION.py        scripts that run one partition alone (see compile.debug_wrappers)
     objects/NAME.o            the object files
-    weights/                  packed weights (see ranks.weight_files)
+    weights/                  packed weights and their manifest (see ranks.weight_manifest)
 
 A stage writes its files first and the manifest last, each whole or not at all, so a stage that
 fails leaves what was there usable: see `imported_files` and `compiled_files`.

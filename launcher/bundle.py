@@ -38,8 +38,9 @@ from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role, layer_ranges
 from buddy_pipeline.partition.sealed_json import seal, unseal
 from buddy_pipeline.ranks.checkpoint import Checkpoint, TokenizerSource, open_checkpoint
+from buddy_pipeline.ranks.mapped_weights import Place, map_file, parameter_places
 from buddy_pipeline.ranks.packing import packed_bytes
-from buddy_pipeline.ranks.weight_files import Place, map_file, parameter_key, parameter_places
+from buddy_pipeline.ranks.weight_manifest import parameter_key
 
 #: Raised whenever the meaning of a field or file changes.
 FORMAT_VERSION = 3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from buddy_pipeline.ranks.weight_files import map_file
+from buddy_pipeline.ranks.mapped_weights import map_file
 
 #: Pages of a file whose bytes every start looks at: evenly spread, the first and the last among
 #: them, so that a file that was cut, shifted or exchanged cannot pass.

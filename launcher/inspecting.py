@@ -13,8 +13,8 @@ from buddy_pipeline.compile.partition_manifest import PartitionManifest, parse_m
 from buddy_pipeline.launcher.build_config import BuildConfig, load_config
 from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.ranks.weight_files import MANIFEST as WEIGHTS_MANIFEST
-from buddy_pipeline.ranks.weight_files import read_weights_manifest
+from buddy_pipeline.ranks.weight_manifest import MANIFEST as WEIGHTS_MANIFEST
+from buddy_pipeline.ranks.weight_manifest import read_weights_manifest, unusable
 
 
 @dataclass
@@ -160,10 +160,7 @@ def _object_table(path: Path) -> Table:
 def _weights_table(path: Path, only: str | None = None) -> Table:
     manifest = read_weights_manifest(path.parent)
     if manifest is None:
-        raise UserError(
-            f"{path} is missing, of another version, or was changed after it was written:"
-            " run 'buddy-pipeline import' again"
-        )
+        raise UserError(unusable(path.parent))
     files = {n: f for n, f in manifest["files"].items() if only in (None, n)}
     rows = [[name, len(f["parameters"]), f["bytes"]] for name, f in files.items()]
     source = manifest["source"]

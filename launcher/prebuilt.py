@@ -16,7 +16,7 @@ from buddy_pipeline.launcher.model import Model
 from buddy_pipeline.launcher.settings import Balance, PipelineSettings
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint import open_checkpoint
-from buddy_pipeline.ranks.weight_files import map_weights
+from buddy_pipeline.ranks.mapped_weights import map_weights
 
 if TYPE_CHECKING:
     import numpy as np

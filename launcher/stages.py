@@ -35,7 +35,7 @@ from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role, layer_ranges
 from buddy_pipeline.ranks.checkpoint import open_checkpoint
-from buddy_pipeline.ranks.weight_files import WeightExport, weight_file_name
+from buddy_pipeline.ranks.weight_files import Exported, WeightExport, weight_file_name
 
 
 @dataclass(frozen=True)
@@ -215,9 +215,8 @@ def deal_objects(
 
 def begin_weights(
     directory: BuildDirectory, config: BuildConfig, settings: ImportSettings, team: BuildTeam
-) -> WeightExport:
-    """Packs this rank's share of the weights that an import has named; the leader finishes the
-    export when all have."""
+) -> tuple[WeightExport, dict[str, str]]:
+    """Packs this rank's share of the weights that an import has named; the hashes of its files."""
     manifest, plan = directory.read_manifest(), directory.read_plan()
     export = WeightExport(
         directory.weights,
@@ -233,8 +232,18 @@ def begin_weights(
     dealing = Dealing(team.ranks)
     for name, size in export.missing.items():
         dealing.deal(name, size, _able(owners[name], team))
-    export.write(name for name, rank in dealing.owner.items() if rank == team.world.rank)
-    return export
+    mine = [name for name, rank in dealing.owner.items() if rank == team.world.rank]
+    return export, export.write(mine)
+
+
+def finish_weights(
+    export: WeightExport, hashes: dict[str, str], team: BuildTeam
+) -> Exported | None:
+    """Ends the export when all ranks have packed their shares; on the leader what was done."""
+    shares = team.gather(hashes, dict[str, str])
+    if not team.leads:
+        return None
+    return export.finish({name: digest for share in shares for name, digest in share.items()})
 
 
 def _able(owners: Collection[int], team: BuildTeam) -> Collection[int]:

@@ -20,9 +20,11 @@ from buddy_pipeline.launcher.model import Model, open_model, resolve_model
 from buddy_pipeline.launcher.paths import check_writable
 from buddy_pipeline.launcher.prebuilt import open_directory
 from buddy_pipeline.launcher.settings import VerifySettings
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import layer_ranges
 from buddy_pipeline.partition.strategies import layer_splitter
+from buddy_pipeline.ranks.weight_manifest import check_weights
 
 
 def verify_command(settings: VerifySettings) -> int:
@@ -59,22 +61,27 @@ def verify_command(settings: VerifySettings) -> int:
 
 
 def _verify_directory(directory: BuildDirectory, settings: VerifySettings, cache: Cache) -> int:
-    """Verifies what lies in a build directory: graph, manifest, plan, MLIR, objects and, in the
-    numeric check, packed weights."""
+    """Verifies what lies in a build directory: graph, manifest, plan, MLIR, objects and packed
+    weights, all of which are read."""
     config = load_imported_config(directory)
     manifest, plan = directory.read_manifest(), directory.read_plan()
     ranges = layer_ranges(plan.layers, manifest.world, manifest.split)
     cut = _read_graph(directory, plan, config.family)
     structure = cut.verify(ranges)
     files = check_directory(directory, manifest, plan, cut.nodes, cut.partitions, ranges)
+    weights = check_weights(directory.weights)
+    faults = (*files.faults, *weights.faults)
     report: dict[str, Any] = {
-        "ok": structure.ok and files.ok,
+        "ok": structure.ok and not faults,
         "structure": json.loads(structure.to_json()),
         "files": {"ok": files.ok, **asdict(files)},
+        "weights": {"ok": not weights.faults, **asdict(weights)},
     }
     word = _structure_word(structure.ok)
-    word += "; files are as they were written" if files.ok else f"; {files.faults[0]}"
-    if settings.numeric and files.ok:
+    word += f"; {faults[0]}" if faults else "; files are as they were written"
+    if len(faults) > 1:
+        word += f" (and {counted(len(faults) - 1, 'fault')} more)"
+    if settings.numeric and not faults:
         model = open_directory(directory, settings.local_model)
         report["numeric"], agrees = _numeric(model, settings, cache)
         report["ok"] = report["ok"] and agrees
@@ -102,10 +109,12 @@ def _numeric_word(agrees: bool) -> str:
 
 
 def _finish(settings: VerifySettings, report: dict[str, Any], word: str) -> int:
-    """Writes the report where it goes; the exit code."""
+    """Writes the report where it goes, and what was found in a line; the exit code."""
     text = json.dumps(report, indent=2) + "\n"
     if settings.report is None:
         sys.stdout.write(text)
+        if not report["ok"]:
+            print(word, file=sys.stderr)
     else:
         write_atomically(settings.report, text.encode())
         print(f"{word}; report in {settings.report}", file=sys.stderr)

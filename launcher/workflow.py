@@ -37,6 +37,7 @@ from buddy_pipeline.launcher.stages import (
     compile_share,
     deal_objects,
     finish_compile,
+    finish_weights,
     import_in_team,
 )
 from buddy_pipeline.partition.counted import counted
@@ -91,8 +92,8 @@ def _export_weights(
     """The weights of an import, on all ranks; on the leader what was done, if they are wanted."""
     if not settings.weights:
         return None
-    export = together(team.world, lambda: begin_weights(directory, config, settings, team))
-    return together(team.world, export.finish if team.leads else lambda: None)
+    export, hashes = together(team.world, lambda: begin_weights(directory, config, settings, team))
+    return together(team.world, lambda: finish_weights(export, hashes, team))
 
 
 def compile_directory_command(

@@ -13,7 +13,7 @@ from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.target import host_target
 from buddy_pipeline.launcher.bundle import Bundle
 from buddy_pipeline.partition.errors import UserError
-from buddy_pipeline.ranks.weight_files import map_weights
+from buddy_pipeline.ranks.mapped_weights import map_weights
 from tests.launcher.project import Project, error
 
 

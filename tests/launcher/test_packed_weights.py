@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 from buddy_pipeline.compile.build_directory import BuildDirectory
-from buddy_pipeline.ranks import weight_files
 from buddy_pipeline.ranks.checkpoint import open_checkpoint
-from buddy_pipeline.ranks.weight_files import export_weights, map_weights
+from buddy_pipeline.ranks.mapped_weights import map_weights
+from buddy_pipeline.ranks.packing import pack_parameters
+from buddy_pipeline.ranks.weight_files import export_weights
+from buddy_pipeline.ranks.weight_manifest import MANIFEST
 from tests.launcher.project import Project, error
 
 
@@ -44,7 +46,7 @@ def test_weights_are_reused_until_what_they_were_made_from_changes(
     weights = model / "model.safetensors"
     weights.write_bytes(weights.read_bytes())  # another time of change
     assert export() == (5, 0)
-    manifest = tmp_path / "weights" / weight_files.MANIFEST
+    manifest = tmp_path / "weights" / MANIFEST
     for edited in ("{", "[]", manifest.read_text().replace('"layer1.bin"', '"layer9.bin"')):
         manifest.write_text(edited)
         assert export() == (5, 0)
@@ -57,7 +59,7 @@ def test_mapped_weights_are_what_would_be_packed(compiled: Project) -> None:
     folder = BuildDirectory(compiled.build).weights
     mapped = map_weights(folder, parameters, (compiled.model, "f32"))
     assert mapped is not None
-    packed = weight_files.pack_parameters(parameters, open_checkpoint(compiled.model), 1)
+    packed = pack_parameters(parameters, open_checkpoint(compiled.model), 1)
     for parameter in parameters:
         assert np.array_equal(mapped[parameter], packed[parameter])
         assert mapped[parameter].ctypes.data % 64 == 0

@@ -1,13 +1,20 @@
 """`verify --build-dir`: a directory's graph, manifest, plan, files and numbers."""
 
+import hashlib
 import json
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from buddy_pipeline.compile.build_directory import BuildDirectory
+from buddy_pipeline.ranks.weight_manifest import (
+    MANIFEST,
+    read_weights_manifest,
+    write_weights_manifest,
+)
 from tests.launcher.project import Project, error
 
 
@@ -31,6 +38,9 @@ def test_a_compiled_directory_is_verified_from_its_files(
     assert files["partitions"] == len(manifest.partitions)
     assert files["objects"] == len(manifest.objects)
     assert files["mlir_files"] == len(list(BuildDirectory(compiled.build).mlir.rglob("*.mlir")))
+    assert report["weights"]["files"] == len(
+        list(BuildDirectory(compiled.build).weights.glob("*.bin"))
+    )
 
 
 def test_an_import_that_is_not_compiled_is_verified_too(
@@ -40,6 +50,7 @@ def test_an_import_that_is_not_compiled_is_verified_too(
     assert project.import_model("--rank", 1, "--world", 2, "--skip-weights") == 0
     report = verified(project, capsys)
     assert report["ok"] and report["files"]["objects"] == 0
+    assert report["weights"] == {"ok": True, "files": 0, "faults": []}
 
 
 @pytest.mark.parametrize("damage", ["edited MLIR", "altered object", "missing entry", "symbols"])
@@ -92,19 +103,69 @@ def test_partitions_that_are_not_the_graphs_are_named(
         assert fault.startswith(word)
 
 
+def write_unseen(path: Path, data: bytes) -> None:
+    """Writes a file so that its time of change stays what it was, as when bytes rot on a disk."""
+    before = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("damage", ["flipped byte", "truncated", "missing", "manifest"])
+def test_damaged_weights_are_named_with_what_mends_them(
+    damage: str, copied: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = BuildDirectory(copied.build).weights
+    path, again = folder / "layer1.bin", ("run 'buddy-pipeline import' again", ())
+    data = path.read_bytes()
+    if damage == "flipped byte":
+        middle = len(data) // 2
+        flipped = data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+        write_unseen(path, flipped)
+        words = "was changed since it was written"
+        again = ("run 'buddy-pipeline import --no-reuse-weights' again", ("--no-reuse-weights",))
+    elif damage == "truncated":
+        write_unseen(path, data[:-64])
+        words = f"has {len(data) - 64:,} bytes, but {len(data):,} were written"
+    elif damage == "missing":
+        path.unlink()
+        words = "cannot be read (No such file or directory)"
+    else:
+        path = folder / MANIFEST
+        path.write_text(path.read_text().replace("mtime_ns", "time", 1))
+        words = "is missing, of another version, or was changed after it was written"
+    where = ("verify", "--build-dir", copied.build, "--cache-dir", copied.cache)
+    capsys.readouterr()
+    code = copied.run(*where)
+    printed = capsys.readouterr()
+    report = json.loads(printed.out)
+    mend, options = again
+    assert code == 1 and report["files"]["ok"] and not report["ok"]
+    assert report["weights"]["faults"] == [f"{path} {words}: {mend}"]
+    assert printed.err.splitlines() == [f"every node once, in order; {path} {words}: {mend}"]
+    assert copied.import_model("--world", 2, *options) == 0
+    assert copied.compile("-j", 1) == 0
+    assert verified(copied, capsys)["ok"]
+    assert (folder / "layer1.bin").read_bytes() == data
+
+
 def test_the_numbers_are_those_of_the_directorys_code_and_weights(
     copied: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
     numeric = ("--numeric", "--prompt", "Hi there")
     report = verified(copied, capsys, *numeric)
     assert report["ok"] and report["numeric"]["ok"]
-    file = BuildDirectory(copied.build).weights / "layer1.bin"
-    before, data = file.stat(), bytearray(file.read_bytes())
+    folder = BuildDirectory(copied.build).weights
+    file = folder / "layer1.bin"
+    data = bytearray(file.read_bytes())
     data[4096:8192] = bytes(4096)
-    file.write_bytes(data)
-    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    write_unseen(file, data)
+    assert "numeric" not in verified(copied, capsys, *numeric)  # they are known to be wrong
+    manifest = read_weights_manifest(folder)
+    assert manifest is not None
+    manifest["files"][file.name]["sha256"] = hashlib.sha256(data).hexdigest()
+    write_weights_manifest(folder, manifest["source"], manifest["files"])
     report = verified(copied, capsys, *numeric)
-    assert report["files"]["ok"] and not report["numeric"]["ok"] and not report["ok"]
+    assert report["weights"]["ok"] and not report["numeric"]["ok"] and not report["ok"]
     (prompt,) = report["numeric"]["prompts"]
     assert not prompt["whole_graph"]["prefill"]["identical"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from buddy_pipeline.ranks.weight_files import MANIFEST as WEIGHTS_MANIFEST
+from buddy_pipeline.ranks.weight_manifest import MANIFEST as WEIGHTS_MANIFEST
 from tests.e2e.command import COMMAND, answer, buddy_pipeline, refusal
 from tests.mpi.job import MPIRUN, Ended, needs_mpi
 
