@@ -1,17 +1,15 @@
 """Runs the installed command line as a user does, alone or under mpirun, and always ends it."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.mpi.job import MPIRUN, Ended, environment
+from tests import jobs
+from tests.jobs import Ended
+from tests.mpi.job import MPIRUN
 
 COMMAND = Path(sys.executable).parent / "buddy-pipeline"
 TIMEOUT_S = 120.0
@@ -31,13 +29,7 @@ def buddy_pipeline(
     what to start in place of the console script.
     """
     job = start(*arguments, ranks=ranks, cache=cache, env=env, command=command)
-    try:
-        stdout, stderr = job.communicate(timeout=TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        pytest.fail(f"{arguments} did not end within {TIMEOUT_S} s")
-    finally:
-        end(job)
-    return Ended(job.returncode, stdout, stderr)
+    return jobs.finish(job, TIMEOUT_S)
 
 
 def start(
@@ -47,28 +39,10 @@ def start(
     env: Mapping[str, str] | None = None,
     command: Sequence[object] = (COMMAND,),
 ) -> subprocess.Popen[str]:
-    """Start what `buddy_pipeline` runs; give the job to `end` in the end."""
+    """Start what `buddy_pipeline` runs; give the job to `tests.jobs.end` in the end."""
     launcher = [MPIRUN, "-n", ranks] if ranks > 1 else []
     where = ["--cache-dir", cache] if cache is not None else []
-    return subprocess.Popen(
-        [str(word) for word in (*launcher, *command, *arguments, *where)],
-        env={**environment(), **(env or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def end(job: subprocess.Popen[str]) -> None:
-    """Kill the job and all its ranks if it still runs."""
-    if job.poll() is None:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
-    for stream in (job.stdout, job.stderr):
-        if stream is not None:
-            stream.close()
+    return jobs.start(*launcher, *command, *arguments, *where, env=env)
 
 
 def answer(json_path: Path, *arguments: object, ranks: int = 1, **how: Any) -> dict[str, Any]:

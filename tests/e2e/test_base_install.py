@@ -15,7 +15,8 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.e2e.command import answer, buddy_pipeline, refusal
-from tests.mpi.job import ROOT, needs_mpi
+from tests.jobs import ROOT
+from tests.mpi.job import needs_mpi
 
 # -S: without site-packages, so that PYTHONPATH is all there is.
 RUN = (

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.command import TIMEOUT_S, buddy_pipeline, end, refusal, start
-from tests.mpi.job import eventually, needs_mpi
+from tests.e2e.command import TIMEOUT_S, buddy_pipeline, refusal, start
+from tests.jobs import end, eventually
+from tests.mpi.job import needs_mpi
 
 pytestmark = pytest.mark.usefixtures("smollm2")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.command import answer, buddy_pipeline, refusal
-from tests.mpi.job import ROOT
+from tests.jobs import ROOT
 
 MAIN = ("-c", "import sys; from buddy_pipeline.launcher.entry import main; sys.exit(main())")
 

@@ -12,7 +12,8 @@ import pytest
 from tests.checkpoints import VOCAB_SIZE, Reference, reference_logits
 from tests.e2e.command import buddy_pipeline
 from tests.e2e.logits import NEW_TOKENS
-from tests.mpi.job import ROOT, needs_mpi
+from tests.jobs import ROOT
+from tests.mpi.job import needs_mpi
 
 TOLERANCE = 1e-4
 PROMPT = np.random.default_rng(1).integers(0, VOCAB_SIZE, 40)

@@ -12,8 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.command import COMMAND, answer, buddy_pipeline, end, refusal, start
-from tests.mpi.job import TIMEOUT_S, eventually, needs_mpi
+from tests.e2e.command import COMMAND, answer, buddy_pipeline, refusal, start
+from tests.jobs import TIMEOUT_S, end, eventually
+from tests.mpi.job import needs_mpi
 
 WORLD = 3
 FILES = ("model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json")

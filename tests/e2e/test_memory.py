@@ -9,7 +9,8 @@ import pytest
 from buddy_pipeline.partition.layers import pipeline_layer_range
 from buddy_pipeline.ranks.checkpoint import Checkpoint, open_checkpoint
 from tests.e2e.command import answer
-from tests.mpi.job import environment, needs_mpi
+from tests.jobs import environment
+from tests.mpi.job import needs_mpi
 
 WORLD = 4
 ALLOWANCE = 250_000_000

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.command import answer
-from tests.mpi.job import ROOT, needs_mpi
+from tests.jobs import ROOT
+from tests.mpi.job import needs_mpi
 
 RECORDS = {
     record["name"]: record

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import psutil
 import pytest
 
-from tests.mpi.job import TIMEOUT_S, eventually, gone
+from tests.jobs import TIMEOUT_S, eventually, gone
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks are supervised on Linux")
 

@@ -11,7 +11,8 @@ import pytest
 
 from buddy_pipeline.ranks.weight_manifest import MANIFEST as WEIGHTS_MANIFEST
 from tests.e2e.command import COMMAND, answer, buddy_pipeline, refusal
-from tests.mpi.job import MPIRUN, Ended, needs_mpi
+from tests.jobs import Ended
+from tests.mpi.job import MPIRUN, needs_mpi
 
 pytestmark = [pytest.mark.mpi, needs_mpi]
 

@@ -6,17 +6,8 @@ import time
 
 import pytest
 
-from tests.mpi.job import (
-    TIMEOUT_S,
-    Ended,
-    end,
-    eventually,
-    gone,
-    mpirun,
-    needs_mpi,
-    ranks_of,
-    start,
-)
+from tests.jobs import TIMEOUT_S, Ended, end, eventually, gone
+from tests.mpi.job import mpirun, needs_mpi, ranks_of, start
 
 pytestmark = [pytest.mark.mpi, needs_mpi]
 
