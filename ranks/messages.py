@@ -1,48 +1,38 @@
-"""The one message that travels around the ring of ranks: header, token arrays and payload.
+"""The one message that travels around the ring of ranks: begun in a buffer, sent, and decoded.
 
-Everything is little-endian and lies in ONE contiguous, 64-byte-aligned buffer, so that a step is
-one MPI message and the stage works on the received bytes where they lie:
-
-    header                      64 bytes, `_HEADER`
-    positions[tokens]           int64, place of each token in its sequence
-    slots[tokens]               int64, sequence of each token: its place in the KV cache
-    ids[tokens]                 int64, vocabulary index of each token
-    rows[rows]                  int64, indices of the tokens whose logits are wanted
-    changes[changes][4]         int64, a `SlotChange` each: what to do to the KV cache first
-    (padding to 64 bytes)
-    payload                     `bytes_per_token` bytes a token; for control messages int64 words
-
-A received message is never trusted: `StepBuffer.decode` checks every count against the capacity of
-the buffer and the number of bytes that really arrived before it makes a view.
+`message_layout` says where its parts lie. A received message is never trusted: `StepBuffer.decode`
+checks every count against the capacity of the buffer and the number of bytes that really arrived
+before it makes a view.
 """
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 
-MAGIC = b"BPLN"
-VERSION = 2
+from buddy_pipeline.ranks.message_layout import (
+    ALIGNMENT,
+    CHANGE_WORDS,
+    HEADER,
+    MAGIC,
+    RESERVED,
+    TIMES,
+    VERSION,
+    WORD,
+    Sizes,
+    align,
+    buffer_bytes,
+    write_header,
+)
 
-ALIGNMENT = 64
-"""Bytes: a cache line, and the widest vector load of the kernels."""
-
-# magic, version, kind, sequence, tokens, rows, payload bytes, total bytes, times (two words, see
-# `Step.times`), changes, reserved (zeros)
-_HEADER = struct.Struct("<4sHHQIIQQqqI4s")
-_RESERVED = bytes(4)
-_WORD = 8
-_TIMES = slice(5, 7)  # words of the header
-_CHANGE_WORDS = 4
 _SEQUENCE_END = 1 << 64
 
 
 class ProtocolError(Exception):
-    """A message that breaks the format above; says which field, its value and what was expected."""
+    """A message that breaks the format; says which field, its value and what was expected."""
 
 
 class Kind(IntEnum):
@@ -109,19 +99,19 @@ class Step:
 
     @property
     def positions_address(self) -> int:
-        return self.address + _HEADER.size
+        return self._array_address(0)
 
     @property
     def slots_address(self) -> int:
-        return self.address + _HEADER.size + _WORD * self.tokens
+        return self._array_address(1)
 
     @property
     def ids_address(self) -> int:
-        return self.address + _HEADER.size + 2 * _WORD * self.tokens
+        return self._array_address(2)
 
     @property
     def rows_address(self) -> int:
-        return self.address + _HEADER.size + 3 * _WORD * self.tokens
+        return self._array_address(3)
 
     @property
     def payload_address(self) -> int:
@@ -136,6 +126,10 @@ class Step:
         """Account for one more stage that has run this step."""
         self.times[0] += nanoseconds
         self.times[1] = max(self.times[1], nanoseconds)
+
+    def _array_address(self, before: int) -> int:
+        """Address of the array that this many arrays of a word a token are before."""
+        return self.address + HEADER.size + WORD * before * self.tokens
 
 
 class StepBuffer:
@@ -164,7 +158,7 @@ class StepBuffer:
         self.max_rows = max_rows
         self.max_changes = max_changes
         self.bytes_per_token = bytes_per_token
-        self.max_payload = max(max_tokens * bytes_per_token, _align(min_payload))
+        self.max_payload = max(max_tokens * bytes_per_token, align(min_payload))
         self.capacity = buffer_bytes(
             max_tokens, max_rows, bytes_per_token, min_payload, max_changes
         )
@@ -173,7 +167,7 @@ class StepBuffer:
         self.memory: np.ndarray = allocation[skip : skip + self.capacity]
         """uint8 [capacity]: what a receive is posted into."""
         self.address: int = self.memory.ctypes.data
-        self._header = self.memory[: _HEADER.size].data
+        self._header = self.memory[: HEADER.size].data
         self._words = self.memory.view("<i8")
         # Read as unsigned, a negative number is huge: one comparison checks both ends of a range.
         self._unsigned = self.memory.view("<u8")
@@ -204,24 +198,9 @@ class StepBuffer:
                 f"{changes} changes: the buffer has room for {self.max_tokens}, {self.max_rows}, "
                 f"{self.max_payload}, {self.max_changes}"
             )
-        total = _payload_offset(tokens, rows, changes) + payload
-        _HEADER.pack_into(
-            self._header,
-            0,
-            MAGIC,
-            VERSION,
-            kind,
-            sequence,
-            tokens,
-            rows,
-            payload,
-            total,
-            0,
-            0,
-            changes,
-            _RESERVED,
-        )
-        return self._views(kind, sequence, tokens, rows, payload, changes)
+        sizes = Sizes(tokens, rows, changes, payload)
+        write_header(self._header, kind, sequence, sizes)
+        return self._views(kind, sequence, sizes)
 
     def carry_on(self, step: Step, payload: int = 0) -> Step:
         """Start the message that carries `step`, received in another buffer, to the next rank.
@@ -230,7 +209,7 @@ class StepBuffer:
         """
         rows, changes = len(step.rows), len(step.changes)
         following = self.begin(step.kind, step.sequence, step.tokens, rows, payload, changes)
-        start, end = _HEADER.size, _array_end(step.tokens, rows, changes)
+        start, end = HEADER.size, Sizes(step.tokens, rows, changes, payload).array_end
         following.message[start:end] = step.message[start:end]
         following.times[:] = step.times
         return following
@@ -241,12 +220,12 @@ class StepBuffer:
         Raises ProtocolError naming the first field that is wrong. Positions, slots and ids are
         checked if `bounds` are given; rows always.
         """
-        if not _HEADER.size <= received <= self.capacity:
+        if not HEADER.size <= received <= self.capacity:
             raise ProtocolError(
-                f"message of {received} bytes: expected {_HEADER.size} to {self.capacity}"
+                f"message of {received} bytes: expected {HEADER.size} to {self.capacity}"
             )
         magic, version, number, sequence, tokens, rows, payload, total, _, _, changes, reserved = (
-            _HEADER.unpack_from(self._header)
+            HEADER.unpack_from(self._header)
         )
         if magic != MAGIC:
             raise ProtocolError(f"message starts with {magic!r}: expected {MAGIC!r}")
@@ -257,19 +236,20 @@ class StepBuffer:
             )
         if number not in _KINDS:
             raise ProtocolError(f"message kind {number}: expected one of {sorted(_KINDS)}")
-        if reserved != _RESERVED:
+        if reserved != RESERVED:
             raise ProtocolError(f"reserved header bytes {reserved.hex()}: expected zeros")
         kind = _KINDS[number]
-        self._check_sizes(kind, tokens, rows, payload, changes)
-        expected = _payload_offset(tokens, rows, changes) + payload
-        if total != expected:
-            raise ProtocolError(f"header says {total} bytes in all: its counts make {expected}")
+        sizes = Sizes(tokens, rows, changes, payload)
+        self._check_sizes(kind, sizes)
+        if total != sizes.total:
+            raise ProtocolError(f"header says {total} bytes in all: its counts make {sizes.total}")
         if received != total:
             raise ProtocolError(f"{received} bytes arrived: the header says {total}")
-        self._check_values(tokens, rows, bounds)
-        return self._views(kind, sequence, tokens, rows, payload, changes)
+        self._check_values(sizes, bounds)
+        return self._views(kind, sequence, sizes)
 
-    def _check_sizes(self, kind: Kind, tokens: int, rows: int, payload: int, changes: int) -> None:
+    def _check_sizes(self, kind: Kind, sizes: Sizes) -> None:
+        tokens, rows, changes, payload = sizes
         if kind is Kind.STEP:
             if not 1 <= tokens <= self.max_tokens:
                 raise ProtocolError(f"{tokens} tokens in a step: expected 1 to {self.max_tokens}")
@@ -291,19 +271,19 @@ class StepBuffer:
                 "expected none"
             )
         room = self.max_payload if kind is Kind.PEAK_MEMORY else 0
-        if payload > room or payload % _WORD:
+        if payload > room or payload % WORD:
             raise ProtocolError(
                 f"{payload} payload bytes in {kind.name}: "
-                f"expected a multiple of {_WORD}, at most {room}"
+                f"expected a multiple of {WORD}, at most {room}"
             )
 
-    def _check_values(self, tokens: int, rows: int, bounds: Bounds | None) -> None:
-        at = _HEADER.size // _WORD
+    def _check_values(self, sizes: Sizes, bounds: Bounds | None) -> None:
+        positions, slots, ids, rows, *_ = sizes.array_words
         if bounds is not None:
-            self._check_range("position", at, tokens, bounds.context)
-            self._check_range("slot", at + tokens, tokens, bounds.slots)
-            self._check_range("id", at + 2 * tokens, tokens, bounds.vocab)
-        self._check_range("row", at + 3 * tokens, rows, tokens)
+            self._check_range("position", positions, sizes.tokens, bounds.context)
+            self._check_range("slot", slots, sizes.tokens, bounds.slots)
+            self._check_range("id", ids, sizes.tokens, bounds.vocab)
+        self._check_range("row", rows, sizes.rows, sizes.tokens)
 
     def _check_range(self, name: str, start: int, count: int, end: int) -> None:
         if count and int(np.maximum.reduce(self._unsigned[start : start + count])) >= end:
@@ -311,54 +291,24 @@ class StepBuffer:
             index = int(np.argmax((values < 0) | (values >= end)))
             raise ProtocolError(f"{name} {values[index]} of token {index}: expected 0 to {end - 1}")
 
-    def _views(
-        self, kind: Kind, sequence: int, tokens: int, rows: int, payload: int, changes: int
-    ) -> Step:
-        positions = _HEADER.size // _WORD
-        slots = positions + tokens
-        ids = slots + tokens
-        wanted = ids + tokens
-        changed = wanted + rows
-        changed_end = changed + _CHANGE_WORDS * changes
-        start = _payload_offset(tokens, rows, changes)
+    def _views(self, kind: Kind, sequence: int, sizes: Sizes) -> Step:
+        positions, slots, ids, rows, changes, end = sizes.array_words
+        payload = sizes.payload_offset
+        total = payload + sizes.payload
         return Step(
             kind=kind,
             sequence=sequence,
-            tokens=tokens,
+            tokens=sizes.tokens,
             positions=self._words[positions:slots],
             slots=self._words[slots:ids],
-            ids=self._words[ids:wanted],
-            rows=self._words[wanted:changed],
-            changes=self._words[changed:changed_end].reshape(changes, _CHANGE_WORDS),
-            times=self._words[_TIMES],
-            payload=self.memory[start : start + payload],
-            message=self.memory[: start + payload],
+            ids=self._words[ids:rows],
+            rows=self._words[rows:changes],
+            changes=self._words[changes:end].reshape(sizes.changes, CHANGE_WORDS),
+            times=self._words[TIMES],
+            payload=self.memory[payload:total],
+            message=self.memory[:total],
             address=self.address,
         )
 
 
-def buffer_bytes(
-    max_tokens: int,
-    max_rows: int,
-    bytes_per_token: int,
-    min_payload: int = 0,
-    max_changes: int = 0,
-) -> int:
-    """The longest message of a `StepBuffer` of these sizes."""
-    payload = max(max_tokens * bytes_per_token, min_payload)
-    return _payload_offset(max_tokens, max_rows, max_changes) + _align(payload)
-
-
 _KINDS = {kind.value: kind for kind in Kind}
-
-
-def _align(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-def _array_end(tokens: int, rows: int, changes: int) -> int:
-    return _HEADER.size + _WORD * (3 * tokens + rows + _CHANGE_WORDS * changes)
-
-
-def _payload_offset(tokens: int, rows: int, changes: int) -> int:
-    return _align(_array_end(tokens, rows, changes))

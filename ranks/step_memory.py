@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from buddy_pipeline.compile.manifest import PartitionPlan, Plan
 from buddy_pipeline.partition.layers import BlockRole
-from buddy_pipeline.ranks.messages import buffer_bytes
+from buddy_pipeline.ranks.message_layout import buffer_bytes
 from buddy_pipeline.ranks.transport import buffers_of
 
 

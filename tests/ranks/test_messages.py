@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buddy_pipeline.ranks.messages import ALIGNMENT, Bounds, Kind, ProtocolError, Step, StepBuffer
+from buddy_pipeline.ranks.message_layout import ALIGNMENT
+from buddy_pipeline.ranks.messages import Bounds, Kind, ProtocolError, Step, StepBuffer
 
 MAX_TOKENS, MAX_ROWS, BYTES_PER_TOKEN = 7, 3, 20
 BOUNDS = Bounds(context=32, slots=2, vocab=11)
