@@ -6,10 +6,11 @@ imports torch or MLIR.
 
 import base64
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from typing import Any
+
+import msgspec
 
 from buddy_pipeline.partition.layers import BlockRole
 from buddy_pipeline.partition.sealed_json import seal, unseal
@@ -47,34 +48,6 @@ class StepWord(Enum):
     PROFILE = 12  # address of the threads' profile tables; 0: nobody looks
     PROFILE_STRIDE = 13  # bytes of one thread's table
     PROFILE_OTHER = 14  # slot that counts the regions which have none of their own
-
-
-class ProfileWord(Enum):
-    """Index of each 8-byte word at the head of one thread's profile table; times are in ticks."""
-
-    CURSOR = 0  # slot of the region that runs now
-    BEGIN = 1  # when this step's first call began
-    START = 2  # when the region that runs now began
-    END = 3  # when the region before it ended
-    SPAN = 4  # from BEGIN to the last region's end, summed over steps
-    STEPS = 5
-
-
-class SlotWord(Enum):
-    """Index of each 8-byte word of a slot. A thread's table is a head and slots, each of
-    `PROFILE_SLOT_WORDS` words; slot 0 stands for what is before the first region."""
-
-    CALLS = 0
-    WORK = 1  # from a region's start to its barrier
-    WAIT = 2  # in the barrier
-    GAP_BEFORE = 3
-    GAP_AFTER = 4
-    START = 5  # of the last call
-    ARRIVAL = 6  # at the barrier, of the last call
-    END = 7  # of the last call
-
-
-PROFILE_SLOT_WORDS = 8
 
 
 @dataclass(frozen=True)
@@ -285,7 +258,7 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> "Plan":
         """Reads `to_json`'s text; ValueError, saying why, for any other."""
-        return _plan(unseal(FORMAT_VERSION, json.loads(text)))
+        return msgspec.convert(unseal(FORMAT_VERSION, json.loads(text)), Plan)
 
 
 def runs_unit(unit: str, layers: range, role: BlockRole) -> bool:
@@ -304,48 +277,3 @@ def _position(unit: str, layers: int) -> int:
     if unit == "prelude":
         return -1
     return layers if unit == "postlude" else int(unit)
-
-
-def _plan(data: Mapping[str, Any]) -> Plan:
-    values = {n: Value(**v) for n, v in data["values"].items()}
-    constants = {
-        n: Constant(c["dtype"], tuple(c["shape"]), c["data"]) for n, c in data["constants"].items()
-    }
-    templates = {
-        n: Template(
-            name=t["name"],
-            symbol=t["symbol"],
-            objects=tuple(t["objects"]),
-            scratch=tuple(t["scratch"]),
-            thread_scratch=t["thread_scratch"],
-            partial=t["partial"],
-            regions=tuple(t["regions"]),
-        )
-        for n, t in data["templates"].items()
-    }
-    partitions = tuple(
-        PartitionPlan(
-            name=p["name"],
-            unit=p["unit"],
-            template=p["template"],
-            inputs=tuple(p["inputs"]),
-            outputs=tuple(p["outputs"]),
-            parameters=tuple(_parameter(q) for q in p["parameters"]),
-            constants=tuple(p["constants"]),
-            kv=tuple(KvLayer(**k) for k in p["kv"]),
-        )
-        for p in data["partitions"]
-    )
-    rest = {k: data[k] for k in data if k not in ("values", "constants", "templates", "partitions")}
-    rest["parameters"] = {n: tuple(shape) for n, shape in data["parameters"].items()}
-    return Plan(
-        values=values, constants=constants, templates=templates, partitions=partitions, **rest
-    )
-
-
-def _parameter(data: Mapping[str, Any]) -> Parameter:
-    parts = tuple(
-        WeightPart(tuple(p["weight"]), tuple(p["bias"]), tuple(p["shape"]), p["transposed"])
-        for p in data["parts"]
-    )
-    return Parameter(data["layout"], parts, data["panel"], data["form"])

@@ -1,9 +1,9 @@
 """`partition_manifest.json`: what lies in a build directory, for people and for the next stage."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+
+import msgspec
 
 from buddy_pipeline.compile.source import Source
 from buddy_pipeline.partition.sealed_json import seal, unseal
@@ -72,30 +72,4 @@ def source_hashes(source: Source) -> dict[str, str]:
 
 def parse_manifest(text: str) -> PartitionManifest:
     """The manifest of `to_json`'s text; ValueError, saying why, for any other."""
-    return _manifest(unseal(FORMAT_VERSION, json.loads(text)))
-
-
-def _manifest(data: Mapping[str, Any]) -> PartitionManifest:
-    partitions = tuple(
-        Entry(
-            **{
-                **entry,
-                "owner_ranks": tuple(entry["owner_ranks"]),
-                "inputs": tuple(entry["inputs"]),
-                "outputs": tuple(entry["outputs"]),
-            }
-        )
-        for entry in data["partitions"]
-    )
-    objects = tuple(
-        ObjectEntry(**{**entry, "symbols": tuple(entry["symbols"])}) for entry in data["objects"]
-    )
-    return PartitionManifest(
-        **{
-            **data,
-            "ranks": tuple(data["ranks"]),
-            "split": tuple(data["split"]),
-            "partitions": partitions,
-            "objects": objects,
-        }
-    )
+    return msgspec.convert(unseal(FORMAT_VERSION, json.loads(text)), PartitionManifest)

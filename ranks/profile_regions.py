@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from buddy_pipeline.compile.manifest import PROFILE_SLOT_WORDS, ProfileWord, SlotWord
+from buddy_pipeline.compile.profile_table import PROFILE_SLOT_WORDS, ProfileWord, SlotWord
 from buddy_pipeline.ranks.memory_blocks import aligned_zeros
 
 #: Steps of which single regions are kept for a trace, the latest.

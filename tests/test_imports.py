@@ -14,6 +14,7 @@ PACKAGE = "buddy_pipeline"
 # The part of compile/ that a rank reads: it is what a machine without torch and MLIR has.
 READ_BY_RANKS = (
     "compile.manifest",
+    "compile.profile_table",
     "compile.cache",
     "compile.loader",
     "compile.host_features",

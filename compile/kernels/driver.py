@@ -4,18 +4,14 @@ It walks the stage's table of (function, arguments) pairs. Every thread makes ev
 its own share of the loops from its thread id; kernels meet at the barrier defined here.
 
 A parallel region is what the team does between two of a template's barriers. With a profile in the
-step record each thread keeps a table of its own (`manifest.SlotWord`) in which it counts regions in
+step record each thread keeps a table of its own (`profile_table`) in which it counts regions in
 the order of the step; without one, a branch at the end of a region and one a partition are all.
 """
 
 from buddy_pipeline.compile.kernels.step import BARRIER, END_REGION, step_word
-from buddy_pipeline.compile.manifest import (
-    PROFILE_SLOT_WORDS,
-    ProfileWord,
-    SlotWord,
-    StepWord,
-)
+from buddy_pipeline.compile.manifest import StepWord
 from buddy_pipeline.compile.mlir_text import Text
+from buddy_pipeline.compile.profile_table import PROFILE_SLOT_WORDS, ProfileWord, SlotWord
 from buddy_pipeline.compile.target import Target
 
 DRIVER = "bp_run_stage"
