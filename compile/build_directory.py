@@ -15,7 +15,6 @@ A stage writes its files first and the manifest last, each whole or not at all, 
 fails leaves what was there usable: see `imported_files` and `compiled_files`.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -145,10 +144,10 @@ class BuildDirectory:
             why = f"is not as it was imported ({error})"
         raise UserError(f"{folder} {why}: run 'buddy-pipeline import' again")
 
-    def _read(self, path: Path, parse: Callable[[str], T]) -> T:
+    def _read(self, path: Path, parse: Callable[[bytes], T]) -> T:
         """A file of an import; UserError if it is missing, or not what was written."""
         try:
-            return parse(path.read_text())
+            return parse(path.read_bytes())
         except FileNotFoundError:
             raise UserError(
                 f"build directory '{self.root}' has no {path.name}:"
@@ -156,8 +155,6 @@ class BuildDirectory:
             ) from None
         except OSError as error:
             why = f"cannot be read ({error.strerror})"
-        except json.JSONDecodeError:
-            why = "is cut short or no JSON"
         except ValueError as error:
             why = str(error)
         raise UserError(f"{path} {why}: run 'buddy-pipeline import' again")

@@ -10,6 +10,8 @@ from buddy_pipeline.compile.imported_files import Share
 from buddy_pipeline.compile.manifest import PartitionPlan, Plan
 from buddy_pipeline.compile.object_file import read_object_file
 from buddy_pipeline.compile.partition_manifest import Entry, ObjectEntry, PartitionManifest
+from buddy_pipeline.compile.source import INDEX, read_index
+from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.fragments import resolve
 from buddy_pipeline.partition.graph import GraphNode, NodeKind, Partition, node_table
 
@@ -23,7 +25,7 @@ class DirectoryReport:
     objects: int
     """Those that are compiled."""
     faults: tuple[str, ...]
-    """One line each."""
+    """One line each, with what mends it where that is one command."""
 
     @property
     def ok(self) -> bool:
@@ -49,10 +51,12 @@ def check_directory(
         *_cut_faults(plan, nodes, partitions),
         *_entry_faults(manifest, plan, ranges),
         *_file_faults(directory.mlir, files),
+        *(fault for entry in manifest.objects for fault in _index_faults(directory, entry)),
         *(fault for entry in compiled for fault in _object_faults(directory, entry)),
     ]
     if compiled and len(compiled) < len(manifest.objects):
-        faults.append(f"only {len(compiled)} of {len(manifest.objects)} objects are compiled")
+        all_of_them = counted(len(manifest.objects), "object")
+        faults.append(f"only {len(compiled)} of {all_of_them} are compiled: {_COMPILE}")
     return DirectoryReport(len(manifest.partitions), len(files), len(compiled), tuple(faults))
 
 
@@ -114,14 +118,26 @@ def _fits(entry: Entry, partition: PartitionPlan, owners: tuple[int, ...]) -> bo
 
 def _file_faults(folder: Path, hashes: dict[str, str]) -> Iterator[str]:
     for name, digest in hashes.items():
-        yield from _bytes_faults(folder / name, digest)
+        code = "/" in name  # else an entry, which says where code is and is not compiled
+        yield from _bytes_faults(folder / name, digest, _IMPORT, _EDITED if code else _IMPORT)
+
+
+def _index_faults(directory: BuildDirectory, entry: ObjectEntry) -> Iterator[str]:
+    """Where the index of an object's MLIR, which a compile starts from, is not as it was."""
+    folder = directory.mlir / entry.name
+    try:
+        read_index(folder)
+    except OSError as error:
+        yield f"{folder / INDEX} cannot be read ({error.strerror}): {_IMPORT}"
+    except ValueError as error:
+        yield f"{folder}/{error}: {_IMPORT}"
 
 
 def _object_faults(directory: BuildDirectory, entry: ObjectEntry) -> Iterator[str]:
     """Where an object is not as it was compiled, or lacks what it should export."""
     assert entry.file is not None and entry.sha256 is not None
     path = directory.objects / entry.file
-    faults = list(_bytes_faults(path, entry.sha256))
+    faults = list(_bytes_faults(path, entry.sha256, _COMPILE, _COMPILE))
     yield from faults
     if faults:
         return
@@ -129,12 +145,18 @@ def _object_faults(directory: BuildDirectory, entry: ObjectEntry) -> Iterator[st
     exported = {symbol.name for symbol in found if symbol.is_global and symbol.is_defined}
     for symbol in entry.symbols:
         if symbol not in exported:
-            yield f"{path} does not export {symbol}"
+            yield f"{path} does not export {symbol}: {_COMPILE}"
 
 
-def _bytes_faults(path: Path, digest: str) -> Iterator[str]:
+def _bytes_faults(path: Path, digest: str, missing: str, changed: str) -> Iterator[str]:
+    """Where a file is not what was written; `missing` and `changed` are what mends that."""
     try:
         if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
-            yield f"{path} was changed since it was written"
+            yield f"{path} was changed since it was written: {changed}"
     except OSError as error:
-        yield f"{path} cannot be read ({error.strerror})"
+        yield f"{path} cannot be read ({error.strerror}): {missing}"
+
+
+_IMPORT = "run 'buddy-pipeline import' again"
+_COMPILE = "run 'buddy-pipeline compile' again"
+_EDITED = f"{_IMPORT} to restore it, or 'buddy-pipeline compile' to take it as it is"

@@ -256,9 +256,9 @@ class Plan:
         return json.dumps(seal(FORMAT_VERSION, asdict(self)), indent=1)
 
     @staticmethod
-    def from_json(text: str) -> "Plan":
+    def from_json(text: str | bytes) -> "Plan":
         """Reads `to_json`'s text; ValueError, saying why, for any other."""
-        return msgspec.convert(unseal(FORMAT_VERSION, json.loads(text)), Plan)
+        return msgspec.convert(unseal(FORMAT_VERSION, text), Plan)
 
 
 def runs_unit(unit: str, layers: range, role: BlockRole) -> bool:

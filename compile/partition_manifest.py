@@ -70,6 +70,6 @@ def source_hashes(source: Source) -> dict[str, str]:
     return {f"{source.name}/{name}": digest for name, digest in source.hashes().items()}
 
 
-def parse_manifest(text: str) -> PartitionManifest:
+def parse_manifest(text: str | bytes) -> PartitionManifest:
     """The manifest of `to_json`'s text; ValueError, saying why, for any other."""
-    return msgspec.convert(unseal(FORMAT_VERSION, json.loads(text)), PartitionManifest)
+    return msgspec.convert(unseal(FORMAT_VERSION, text), PartitionManifest)

@@ -150,7 +150,7 @@ class CutGraph:
 
         Raises OSError or ValueError for a file that is not as it was written.
         """
-        nodes = graph_from_json(graph.read_text())
+        nodes = graph_from_json(graph.read_bytes())
         return CutGraph(nodes, partition_graph(nodes, layer_splitter(plan.strategy, family)))
 
     def verify(self, ranges: Sequence[range]) -> Report:
@@ -170,7 +170,7 @@ def _read_plan(cache: Cache, key: str, with_mlir: bool) -> Plan | None:
     try:
         plan = Plan.from_json(text)
         if with_mlir:
-            graph_from_json(cache.graph_path(key).read_text())
+            graph_from_json(cache.graph_path(key).read_bytes())
     except (OSError, ValueError):
         return None
     complete = all(

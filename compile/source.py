@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from buddy_pipeline.compile.target import Target
 from buddy_pipeline.compile.versions import source_digest
@@ -57,16 +58,21 @@ class Source:
         write(folder / INDEX, json.dumps(seal(FORMAT_VERSION, index), indent=1).encode())
 
 
+def read_index(folder: Path) -> dict[str, Any]:
+    """The index that `Source.write` wrote; OSError and ValueError as of `read_source`."""
+    try:
+        return unseal(FORMAT_VERSION, (folder / INDEX).read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{INDEX} {error}") from error
+
+
 def read_source(folder: Path, *, edited: bool = False) -> Source:
     """What `Source.write` wrote; `edited` takes MLIR files that were changed since.
 
     Raises OSError if a file is missing, and ValueError, naming the file, if it is not what was
     written.
     """
-    try:
-        index = unseal(FORMAT_VERSION, json.loads((folder / INDEX).read_text()))
-    except ValueError as error:
-        raise ValueError(f"{INDEX} {error}") from error
+    index = read_index(folder)
     name = index["name"]
     source = Source(
         name=name,

@@ -127,7 +127,7 @@ def load_config(path: Path) -> BuildConfig:
     again = "run 'buddy-pipeline gen-config' again"
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = getattr(error, "strerror", None) or "it is not JSON"
         raise UserError(f"--config {path} cannot be read ({why}): {again}") from None
     return config_of(data, f"--config {path}")

@@ -150,9 +150,9 @@ class Bundle:
         self.path = path
         try:
             self._archive = zipfile.ZipFile(path)
-            index = unseal(FORMAT_VERSION, json.loads(self._archive.read(_INDEX)))
+            index = unseal(FORMAT_VERSION, self._archive.read(_INDEX))
             self.config = config_of(index["config"], f"bundle {path}")
-            self.plan = Plan.from_json(self._archive.read(_PLAN).decode())
+            self.plan = Plan.from_json(self._archive.read(_PLAN))
         except FileNotFoundError:
             raise UserError(
                 f"bundle {path} does not exist: run 'buddy-pipeline pack' for this world"

@@ -76,9 +76,7 @@ def _table(path: Path) -> Table:
 
 def _manifest_file(path: Path) -> Table:
     try:
-        return _manifest_table(parse_manifest(path.read_text()))
-    except json.JSONDecodeError:
-        why = "is no JSON"
+        return _manifest_table(parse_manifest(path.read_bytes()))
     except OSError as error:
         why = f"cannot be read ({error.strerror})"
     except ValueError as error:

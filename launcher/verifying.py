@@ -80,7 +80,7 @@ def _verify_directory(directory: BuildDirectory, settings: VerifySettings, cache
     word = _structure_word(structure.ok)
     word += f"; {faults[0]}" if faults else "; files are as they were written"
     if len(faults) > 1:
-        word += f" (and {counted(len(faults) - 1, 'fault')} more)"
+        word += f" (and {counted(len(faults) - 1, 'more fault')})"
     if settings.numeric and not faults:
         model = open_directory(directory, settings.local_model)
         report["numeric"], agrees = _numeric(model, settings, cache)

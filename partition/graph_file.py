@@ -18,9 +18,9 @@ def graph_to_json(nodes: Sequence[GraphNode]) -> str:
     return head.removesuffix("]}") + f"\n{lines}\n]}}\n"
 
 
-def graph_from_json(text: str) -> list[GraphNode]:
+def graph_from_json(text: str | bytes) -> list[GraphNode]:
     """The nodes of `graph_to_json`'s text; ValueError, saying why, for any other."""
-    rows = unseal(FORMAT_VERSION, json.loads(text))["nodes"]
+    rows = unseal(FORMAT_VERSION, text)["nodes"]
     return [
         GraphNode(name, op, tuple(inputs), module, NodeKind(kind))
         for name, op, inputs, module, kind in rows

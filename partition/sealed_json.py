@@ -11,13 +11,17 @@ from typing import Any
 
 
 def seal(version: int, content: Mapping[str, Any]) -> dict[str, Any]:
-    """The content, of the format's `version`, as JSON data that `unseal` takes."""
+    """The content, of the format's `version`, as data of which `unseal` takes the JSON text."""
     return {"format": version, "checksum": _checksum(content), **content}
 
 
-def unseal(version: int, data: Any) -> dict[str, Any]:
+def unseal(version: int, text: str | bytes) -> dict[str, Any]:
     """The content of what `seal` made, as JSON reads it back; ValueError, saying why, for other
-    data. How the text was laid out does not count."""
+    text. How it was laid out does not count."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError("is cut short or no JSON") from None
     if not isinstance(data, dict) or data.get("format") != version:
         raise ValueError("is of another format version")
     content = {key: value for key, value in data.items() if key not in ("format", "checksum")}

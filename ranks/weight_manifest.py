@@ -8,6 +8,7 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -33,7 +34,7 @@ def write_weights_manifest(
 def read_weights_manifest(folder: Path) -> dict[str, Any] | None:
     """The `source` and `files` of a folder's manifest; None if it has none that can be used."""
     try:
-        return unseal(_FORMAT_VERSION, json.loads((folder / MANIFEST).read_text()))
+        return unseal(_FORMAT_VERSION, (folder / MANIFEST).read_bytes())
     except (OSError, ValueError):
         return None
 
@@ -72,11 +73,11 @@ def check_weights(folder: Path) -> WeightsReport:
 
 def _faults(path: Path, entry: Mapping[str, Any]) -> Iterator[str]:
     try:
-        size = path.stat().st_size
-        if size != entry["bytes"]:
-            yield f"{path} has {size:,} bytes, but {entry['bytes']:,} were written: {_IMPORT}"
-            return
         with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != entry["bytes"]:
+                yield f"{path} has {size:,} bytes, but {entry['bytes']:,} were written: {_IMPORT}"
+                return
             changed = hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]
     except OSError as error:
         yield f"{path} cannot be read ({error.strerror}): {_IMPORT}"

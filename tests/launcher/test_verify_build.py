@@ -53,7 +53,9 @@ def test_an_import_that_is_not_compiled_is_verified_too(
     assert report["weights"] == {"ok": True, "files": 0, "faults": []}
 
 
-@pytest.mark.parametrize("damage", ["edited MLIR", "altered object", "missing entry", "symbols"])
+@pytest.mark.parametrize(
+    "damage", ["edited MLIR", "altered object", "missing entry", "cut index", "symbols"]
+)
 def test_files_that_are_not_as_they_were_written_are_named(
     damage: str, copied: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,10 +64,14 @@ def test_files_that_are_not_as_they_were_written_are_named(
         "edited MLIR": directory.mlir / "bp_run_stage" / "bp_run_stage.mlir",
         "altered object": directory.objects / "bp_run_stage.o",
         "missing entry": directory.mlir / "subgraph0_decode1.mlir",
+        "cut index": directory.mlir / "bp_run_stage" / "index.json",
         "symbols": directory.objects / "bp_run_stage.o",
     }[damage]
     words = "was changed since it was written"
-    if damage == "missing entry":
+    if damage == "cut index":
+        path.write_bytes(path.read_bytes()[:-9])
+        words = "is cut short or no JSON"
+    elif damage == "missing entry":
         path.unlink()
         words = "cannot be read (No such file or directory)"
     elif damage == "symbols":
@@ -79,7 +85,10 @@ def test_files_that_are_not_as_they_were_written_are_named(
         path.write_bytes(path.read_bytes() + b"\n")
     report = verified(copied, capsys)
     assert report["structure"]["ok"] and not report["ok"]
-    assert report["files"]["faults"] == [f"{path} {words}"]
+    mend = f"run 'buddy-pipeline {'compile' if path.suffix == '.o' else 'import'}' again"
+    if damage == "edited MLIR":
+        mend += " to restore it, or 'buddy-pipeline compile' to take it as it is"
+    assert report["files"]["faults"] == [f"{path} {words}: {mend}"]
 
 
 @pytest.mark.parametrize("part", ["plan", "manifest"])
