@@ -7,7 +7,7 @@ The cache never appears: attention is one custom op, whose kernel owns it.
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch.fx import Node
 
-from buddy_pipeline.compile.attention_op import attention_of, plain_masks
-from buddy_pipeline.compile.experts_op import register_experts
+from buddy_pipeline.compile.attention_op import plain_masks
 from buddy_pipeline.compile.functional import make_functional
 from buddy_pipeline.compile.fx_nodes import (
     check_sizes,
@@ -27,6 +26,7 @@ from buddy_pipeline.compile.fx_nodes import (
     share_position_values,
     simplify_count,
 )
+from buddy_pipeline.compile.meta_model import build_on_meta, one_line
 from buddy_pipeline.compile.scatter import compare_places
 from buddy_pipeline.compile.top_k_op import split_top_k
 from buddy_pipeline.compile.tracing import GraphOfOneToken, TracingCache
@@ -37,8 +37,6 @@ from buddy_pipeline.partition.graph import GraphNode, NodeKind
 
 #: What `forward` calls its cache, the newest name first.
 _CACHE_NAMES = ("cache", "past_key_values")
-#: Characters of a reason that transformers or torch gives; some list every model there is.
-_LONGEST_REASON = 300
 
 
 @dataclass(frozen=True)
@@ -63,10 +61,29 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     Raises UserError when transformers does not know the model type or the model does something
     that a pipeline of single-token graphs cannot express.
     """
-    model, buffers = _build(config)
+    model, buffers = build_on_meta(config)
     program = _trace(model, config)
     graph = program.graph_module.graph
-    signature = program.graph_signature
+    _drop_what_computes_nothing(graph)
+    parameters, constants = _loaded(program, model, buffers)
+    constants.update(fold_written_attention(graph, constants))
+    for node in graph.nodes:
+        simplify_count(node)
+        product_as_linear(node, parameters)
+    share_position_values(graph, constants)
+    graph.eliminate_dead_code()
+    for node in graph.nodes:
+        check_sizes(node)
+    fx = {node.name: node for node in graph.nodes}
+    nodes = [graph_node(node, parameters, constants) for node in graph.nodes]
+    used = {name for node in nodes for name in node.inputs}
+    nodes = [n for n in nodes if n.kind is NodeKind.OUTPUT or n.name in used]
+    shapes = {names[0]: tuple(fx[p].meta["val"].shape) for p, names in parameters.items()}
+    return ExportedModel(nodes, fx, parameters, constants, shapes)
+
+
+def _drop_what_computes_nothing(graph: torch.fx.Graph) -> None:
+    """Leaves nodes without effects, of which each one's value is read and is not its input's."""
     split_top_k(graph)
     make_functional(graph)
     for node in list(graph.nodes):
@@ -78,6 +95,14 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
     compare_places(graph)
     graph.eliminate_dead_code()
 
+
+def _loaded(
+    program: torch.export.ExportedProgram,
+    model: torch.nn.Module,
+    buffers: Mapping[str, np.ndarray],
+) -> tuple[dict[str, tuple[str, ...]], dict[str, np.ndarray]]:
+    """By placeholder: names in the checkpoint of what comes from there, and values of the rest."""
+    signature = program.graph_signature
     aliases: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         aliases.setdefault(id(parameter), []).append(name)
@@ -100,27 +125,14 @@ def export_model(config: dict[str, Any]) -> ExportedModel:
             constants[placeholder] = buffers[name]
     for placeholder, target in signature.inputs_to_lifted_tensor_constants.items():
         if program.constants[target].is_meta:
-            reader = next(iter(next(n for n in graph.nodes if n.name == placeholder).users))
+            nodes = program.graph_module.graph.nodes
+            reader = next(iter(next(n for n in nodes if n.name == placeholder).users))
             raise UserError(
                 f"node {reader.name} of module '{module_path(reader)}' reads a tensor that the "
                 "model makes of numbers while it runs, which has no kernel yet"
             )
         constants[placeholder] = program.constants[target].numpy()
-
-    constants.update(fold_written_attention(graph, constants))
-    for node in graph.nodes:
-        simplify_count(node)
-        product_as_linear(node, parameters)
-    share_position_values(graph, constants)
-    graph.eliminate_dead_code()
-    for node in graph.nodes:
-        check_sizes(node)
-    fx = {node.name: node for node in graph.nodes}
-    nodes = [graph_node(node, parameters, constants) for node in graph.nodes]
-    used = {name for node in nodes for name in node.inputs}
-    nodes = [n for n in nodes if n.kind is NodeKind.OUTPUT or n.name in used]
-    shapes = {names[0]: tuple(fx[p].meta["val"].shape) for p, names in parameters.items()}
-    return ExportedModel(nodes, fx, parameters, constants, shapes)
+    return parameters, constants
 
 
 class _OneToken(torch.nn.Module):
@@ -163,77 +175,6 @@ def _arguments_of(model: torch.nn.Module) -> set[str]:
     return {*own, *(inspect.signature(base.forward).parameters if passes_on else ())}
 
 
-def _build(config: dict[str, Any]) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
-    """The model on the meta device, and the values of its buffers."""
-    import transformers
-    from transformers import CONFIG_MAPPING, AutoConfig
-    from transformers.initialization import no_init_weights
-
-    fields = {k: v for k, v in config.items() if k not in ("torch_dtype", "dtype")}
-    model_type = fields.pop("model_type", None)
-    if not model_type:
-        raise UserError(
-            "the model's config.json has no 'model_type'; add the one it was saved with"
-        )
-    fields.pop("quantization_config", None)
-    if model_type not in CONFIG_MAPPING:
-        raise UserError(
-            f"model type '{model_type}' is not known to the installed transformers "
-            f"{transformers.__version__}; correct it in config.json, or install a version that "
-            "knows it"
-        )
-    try:
-        settings = AutoConfig.for_model(model_type, **fields)
-    except Exception as error:
-        # Each class checks its entries in its own way, or trips over them.
-        raise UserError(_unusable(model_type, error)) from error
-    kind, settings = _model_class(settings, config.get("architectures"))
-    attention = attention_of(kind)
-    with no_init_weights(), _parameters_on_meta():
-        try:
-            model = kind._from_config(
-                settings,
-                attn_implementation=attention,
-                experts_implementation=register_experts(),
-                dtype=torch.float32,
-            ).eval()
-        except Exception as error:
-            raise UserError(_unusable(model_type, error)) from error
-    buffers = {name: b.detach().cpu() for name, b in model.named_buffers() if not b.is_meta}
-    for name, buffer in buffers.items():
-        if buffer.dtype is torch.bfloat16:
-            raise UserError(f"buffer '{name}' of the model is of bfloat16, which has no kernel yet")
-    model.to("meta")
-    model.tie_weights()  # moving the parameters has untied them
-    return model, {name: buffer.numpy() for name, buffer in buffers.items()}
-
-
-def _model_class(settings: Any, architectures: Any) -> tuple[Any, Any]:
-    """transformers' causal language model for a configuration, and the configuration that it takes:
-    where a model has several parts, that of the text.
-
-    The class is that of the model type, or the one that config.json names.
-    """
-    import transformers
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    named = (architectures or [""])[0]
-    if type(settings) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]
-    elif named in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        found = getattr(transformers, named)
-    else:
-        raise UserError(
-            f"model type '{settings.model_type}' has no causal language model in transformers; "
-            "only such models run here"
-        )
-    kind: Any = found[0] if isinstance(found, tuple) else found
-    if isinstance(settings, kind.config_class):
-        return kind, settings
-    return kind, settings.get_text_config()
-
-
 def _trace(model: torch.nn.Module, config: dict[str, Any]) -> torch.export.ExportedProgram:
     """torch.export with the messages of a failed export turned into one line."""
     # Two tensors: one object for both inputs would make them one value in the graph.
@@ -249,7 +190,7 @@ def _trace(model: torch.nn.Module, config: dict[str, Any]) -> torch.export.Expor
             # Whatever a model's own Python raises under tracing means the same to the user.
             raise UserError(
                 f"{running()} of model type '{config.get('model_type')}' cannot be exported as a "
-                f"graph of one token: {_one_line(error)}"
+                f"graph of one token: {one_line(error)}"
             ) from error
 
 
@@ -281,35 +222,3 @@ def _trail(model: torch.nn.Module) -> Iterator[Callable[[], str]]:
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Parameters are moved to the meta device as they are made; buffers keep their values."""
-    register = torch.nn.Module.register_parameter
-
-    def register_meta(
-        module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None
-    ) -> None:
-        if parameter is not None and not parameter.is_meta:
-            parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=False)
-        register(module, name, parameter)
-
-    torch.nn.Module.register_parameter = register_meta  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def _unusable(model_type: str, error: Exception) -> str:
-    return (
-        f"the model's config.json does not describe a model of type '{model_type}' that "
-        f"transformers can build: {_one_line(error)}"
-    )
-
-
-def _one_line(error: Exception) -> str:
-    """An error's type and message, cut where it would fill the screen."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:_LONGEST_REASON]}"

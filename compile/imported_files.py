@@ -20,7 +20,7 @@ from buddy_pipeline.compile.partition_manifest import (
     PartitionManifest,
     source_hashes,
 )
-from buddy_pipeline.compile.source import Source, read_source
+from buddy_pipeline.compile.source import read_source
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role
 
@@ -66,51 +66,17 @@ def write_imported(
     numbers = [
         n for n, p in enumerate(plan.partitions) if set(share.owners[p.name]) & set(share.ranks)
     ]
-    wanted = tuple(plan.partitions[n] for n in numbers)
+    keys = plan.objects(tuple(plan.partitions[n] for n in numbers))
     compiled = _compiled_before(directory, config_digest)
-    objects: list[ObjectEntry] = []
-    for key in plan.objects(wanted):
-        source = read_source(cache.source_folder(key))
-        source.write(directory.mlir / source.name, directory.write)
-        entry = _object_entry(key, source)
-        old = compiled.get(key)
-        objects.append(old if old is not None and old.mlir == entry.mlir else entry)
-    folders = {entry.key: entry.name for entry in objects}
-
-    entries = []
-    for number, partition in zip(numbers, wanted, strict=True):
-        template = plan.templates[partition.template]
-        folder = folders[template.objects[0]]
-        files, hashes = {}, {}
-        for phase in PHASES:
-            files[phase] = f"{subgraph_name(number, phase)}.mlir"
-            text = emit_subgraph(plan, number, phase, f"{folder}/{folder}.mlir").encode()
-            directory.write(directory.mlir / files[phase], text)
-            hashes[phase] = hashlib.sha256(text).hexdigest()
-        owners = share.owners[partition.name]
-        entries.append(
-            Entry(
-                number,
-                partition.name,
-                partition.unit,
-                owners,
-                partition.template,
-                folder,
-                partition.inputs,
-                partition.outputs,
-                files,
-                hashes,
-            )
-        )
-    combined: dict[str, str | None] = dict.fromkeys(PHASES)
-    combined_hashes = {}
+    objects = {key: _write_code(directory, cache, key, compiled.get(key)) for key in keys}
+    folders = {key: entry.name for key, entry in objects.items()}
+    entries = [_write_entry(directory, plan, number, folders, share) for number in numbers]
+    phases: dict[str, str | None] = dict.fromkeys(PHASES)
+    phase_hashes = {}
     if full_mlir:
         for phase in PHASES:
-            combined[phase] = file = f"{forward_name(phase)}.mlir"
-            text = emit_forward(plan, numbers, phase).encode()
-            directory.write(directory.mlir / file, text)
-            combined_hashes[phase] = hashlib.sha256(text).hexdigest()
-
+            phases[phase] = file = f"{forward_name(phase)}.mlir"
+            phase_hashes[phase] = _write_mlir(directory, file, emit_forward(plan, numbers, phase))
     manifest = PartitionManifest(
         config=config_digest,
         made_with=plan.made_with,
@@ -126,16 +92,60 @@ def write_imported(
             "templates": len({entry.template for entry in entries}),
             "objects": len(objects),
         },
-        phases=combined,
-        phase_hashes=combined_hashes,
+        phases=phases,
+        phase_hashes=phase_hashes,
         shared_by_phases=_SHARED,
         partitions=tuple(entries),
-        objects=tuple(objects),
+        objects=tuple(objects.values()),
     )
     directory.write(directory.graph, cache.graph_path(plan.key).read_bytes())
     directory.write(directory.plan, cache.plan_path(plan.key).read_bytes())
     directory.write(directory.manifest, manifest.to_json().encode())
     return manifest
+
+
+def _write_code(
+    directory: BuildDirectory, cache: Cache, key: str, compiled: ObjectEntry | None
+) -> ObjectEntry:
+    """Writes the MLIR of one object; its entry, which is that of the object compiled before if that
+    was made of the same."""
+    source = read_source(cache.source_folder(key))
+    source.write(directory.mlir / source.name, directory.write)
+    hashes = source_hashes(source)
+    if compiled is not None and compiled.mlir == hashes:
+        return compiled
+    return ObjectEntry(source.name, key, source.symbols, hashes)
+
+
+def _write_entry(
+    directory: BuildDirectory, plan: Plan, number: int, folders: Mapping[str, str], share: Share
+) -> Entry:
+    """Writes a partition's entry for each phase; `folders` has those of the code, by object key."""
+    partition = plan.partitions[number]
+    folder = folders[plan.templates[partition.template].objects[0]]
+    files, hashes = {}, {}
+    for phase in PHASES:
+        files[phase] = f"{subgraph_name(number, phase)}.mlir"
+        text = emit_subgraph(plan, number, phase, f"{folder}/{folder}.mlir")
+        hashes[phase] = _write_mlir(directory, files[phase], text)
+    return Entry(
+        number=number,
+        name=partition.name,
+        unit=partition.unit,
+        owner_ranks=share.owners[partition.name],
+        template=partition.template,
+        source=folder,
+        inputs=partition.inputs,
+        outputs=partition.outputs,
+        files=files,
+        hashes=hashes,
+    )
+
+
+def _write_mlir(directory: BuildDirectory, name: str, text: str) -> str:
+    """Writes a file below mlir/; its SHA-256."""
+    directory.write(directory.mlir / name, text.encode())
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _compiled_before(directory: BuildDirectory, config_digest: str) -> dict[str, ObjectEntry]:
@@ -148,7 +158,3 @@ def _compiled_before(directory: BuildDirectory, config_digest: str) -> dict[str,
     if manifest.config != config_digest:
         return {}
     return {entry.key: entry for entry in manifest.objects if entry.file is not None}
-
-
-def _object_entry(key: str, source: Source) -> ObjectEntry:
-    return ObjectEntry(source.name, key, source.symbols, source_hashes(source))

@@ -105,6 +105,10 @@ def test_layers_of_gpt2_have_one_structure() -> None:
         ({}, "model_type"),
         ({"model_type": "never_heard_of"}, "never_heard_of"),
         ({"model_type": "vit"}, "vit"),
+        (
+            {"model_type": "llama", "num_hidden_layers": 1, "architectures": 3},
+            "architectures 3; it must be a list",
+        ),
         ({"model_type": "mamba", "num_hidden_layers": 1, "hidden_size": 8}, "convolution"),
     ],
 )
