@@ -100,7 +100,8 @@ def erf(t: Text, x: str, lanes: Lanes) -> str:
 
 
 def sin(t: Text, x: str, lanes: Lanes) -> str:
-    """sin x for |x| up to about 10⁶ (rotary angles), within 1e-7 absolute."""
+    """sin x within 1e-7 absolute for |x| up to 10¹², which no model's rotary angles come near; less
+    accurate above. NaN for infinities."""
     return _sine(t, x, lanes, quarter=0)
 
 
@@ -110,13 +111,20 @@ def cos(t: Text, x: str, lanes: Lanes) -> str:
 
 
 def _sine(t: Text, x: str, lanes: Lanes, quarter: int) -> str:
-    """sin(x + quarter·π/2): x = n·π/2 + r by a three-part fused reduction, then the polynomial of
-    sine or cosine on |r| ≤ π/4 (coefficients of Cephes `sinf` and `cosf`), chosen by n mod 4."""
-    f, i, mask = lanes.of("f32"), lanes.of("i32"), lanes.of("i1")
-    n = _round(t, t.binary("arith.mulf", x, t.constant(0.6366197723675814, f), f), f)
-    r = x
-    for part in (-1.5707963705062866, 4.371139000186241e-08, 1.7151245100058819e-15):
-        r = _fma(t, n, t.constant(part, f), r, f)
+    """sin(x + quarter·π/2): x = n·π/2 + r by a two-part fused reduction, then the polynomial of
+    sine or cosine on |r| ≤ π/4 (coefficients of Cephes `sinf` and `cosf`), chosen by n mod 4.
+
+    The reduction is in f64: f32 has too few bits for n from 10⁷ on, however many its parts are.
+    """
+    f, d, i, mask = (lanes.of(element) for element in ("f32", "f64", "i32", "i1"))
+    r = t.op(f"arith.extf {x} : {f} to {d}")
+    n = _round(t, t.binary("arith.mulf", r, t.constant(0.6366197723675814, d), d), d)
+    for part in (-1.5707963267948966, -6.123233995736766e-17):
+        r = _fma(t, n, t.constant(part, d), r, d)
+    r = t.op(f"arith.truncf {r} : {d} to {f}")
+    # Only n mod 4 counts, and n itself may not fit an integer.
+    turns = _round(t, t.binary("arith.mulf", n, t.constant(0.25, d), d), d)
+    n = _fma(t, turns, t.constant(-4.0, d), n, d)
     square = t.binary("arith.mulf", r, r, f)
     s = _polynomial(t, square, (-1.6666654611e-1, 8.3321608736e-3, -1.9515295891e-4), f)
     s = _fma(t, t.binary("arith.mulf", s, square, f), r, r, f)
@@ -125,7 +133,7 @@ def _sine(t: Text, x: str, lanes: Lanes, quarter: int) -> str:
     )
     c = t.binary("arith.mulf", t.binary("arith.mulf", c, square, f), square, f)
     c = t.binary("arith.addf", _fma(t, square, t.constant(-0.5, f), c, f), t.constant(1.0, f), f)
-    turn = t.binary("arith.addi", t.op(f"arith.fptosi {n} : {f} to {i}"), t.constant(quarter, i), i)
+    turn = t.binary("arith.addi", t.op(f"arith.fptosi {n} : {d} to {i}"), t.constant(quarter, i), i)
     zero = t.constant(0, i)
     odd = t.compare("ne", t.binary("arith.andi", turn, t.constant(1, i), i), zero, i)
     y = t.op(

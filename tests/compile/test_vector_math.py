@@ -152,6 +152,20 @@ def test_sine_and_cosine_are_within_1e_7_at_rotary_angles(target: Target, name: 
 
 
 @on_each_target
+@pytest.mark.parametrize("name", ["sin", "cos"])
+@pytest.mark.parametrize("most", [1e7, 1e9, 1e12])
+def test_sine_and_cosine_are_as_accurate_far_from_zero(
+    target: Target, name: str, most: float
+) -> None:
+    multiples = (np.linspace(-most, most, 20_001).round() * (np.pi / 2)).astype(np.float32)
+    inside = multiples[np.abs(multiples) <= most]
+    x = np.concatenate([grid(-most, most), inside, np.nextafter(inside, np.float32(0))])
+    y = apply(name, target, x)
+    assert np.abs(y - exactly(name, x)).max() < 1e-7
+    assert np.abs(y).max() <= 1.0
+
+
+@on_each_target
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_nan_gives_nan(target: Target, name: str) -> None:
     payloads = np.uint32([0x7FC00000, 0xFFC00000, 0x7FC00001, 0xFFFFFFFF, 0x7F800001, 0x7FBFFFFF])
