@@ -18,6 +18,7 @@ import jinja2.parser
 import jinja2.utils
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from buddy_pipeline.launcher.json_text import read_json
 from buddy_pipeline.partition.errors import UserError
 
 Message = Mapping[str, Any]
@@ -63,14 +64,7 @@ def read_messages(path: Path) -> list[Message]:
 
     Raises UserError naming the file and the entry that is wrong.
     """
-    try:
-        messages = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(
-            f"--messages {path} cannot be read ({error.strerror}): give a JSON file"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"--messages {path} is not valid JSON: {error}") from None
+    messages: list[Message] = read_json(f"--messages {path}", path)
     check_messages(messages, f"--messages {path}")
     return messages
 

@@ -18,13 +18,12 @@ bytes.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from buddy_pipeline.launcher.nearest import nearest
+from buddy_pipeline.launcher.json_keys import Kind, check_entries, is_count
+from buddy_pipeline.launcher.json_text import read_json
 from buddy_pipeline.partition.cost import Host, Link
 from buddy_pipeline.partition.counted import counted
 from buddy_pipeline.partition.errors import UserError
@@ -59,8 +58,8 @@ def read_hosts(path: Path, world: int) -> Cluster:
     cannot be, or has not `world` ranks.
     """
     where = f"hosts file {path}"
-    content = _parse(path, where)
-    _check(where, content, _FILE, required=("hosts",))
+    content = read_json(where, path)
+    check_entries(where, content, _FILE, required=("hosts",))
     entries = content["hosts"]
     if not isinstance(entries, list) or not entries:
         raise UserError(f"{where}: hosts is {entries!r}: it must be a list of one host or more")
@@ -69,7 +68,7 @@ def read_hosts(path: Path, world: int) -> Cluster:
     numbers: list[int] = []  # of each rank's host
     for position, entry in enumerate(entries):
         inside = f"{where}: hosts[{position}]"
-        _check(inside, entry, _HOST, required=("memory_gb", "bandwidth_gb_s", "gflops"))
+        check_entries(inside, entry, _HOST, required=("memory_gb", "bandwidth_gb_s", "gflops"))
         ranks = entry.get("ranks", 1)
         share = Host(
             name=entry.get("name", f"host {position}"),
@@ -100,33 +99,8 @@ def read_hosts(path: Path, world: int) -> Cluster:
 def _link(where: str, entry: Any) -> Link:
     if entry is None:
         return NETWORK
-    _check(f"{where}: link", entry, _LINK, required=tuple(_LINK))
+    check_entries(f"{where}: link", entry, _LINK, required=tuple(_LINK))
     return Link(entry["latency_us"] / 1e6, entry["bandwidth_gb_s"] * _GB)
-
-
-def _parse(path: Path, where: str) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{where} cannot be read ({error.strerror}): give a JSON file") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{where} is not UTF-8 text: save it as JSON") from None
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where} is not valid JSON: {error.msg} at line {error.lineno}, column {error.colno}"
-        ) from None
-    except ValueError as error:  # a number of thousands of digits
-        raise UserError(f"{where} is not valid JSON: {error}") from None
-    except RecursionError:
-        raise UserError(f"{where} is nested too deeply: it is an object of hosts") from None
-
-
-@dataclass(frozen=True)
-class _Value:
-    """What a key's value must be: in words, and as a test."""
-
-    words: str
-    accepts: Callable[[Any], bool]
 
 
 def _is_name(value: Any) -> bool:
@@ -138,14 +112,10 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e15
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST
-
-
-_ANY = _Value("anything", lambda value: True)  # checked by what reads it
-_TEXT = _Value("a printable text that is not empty", _is_name)
-_NUMBER = _Value("a number above 0", _is_number)
-_COUNT = _Value(f"a whole number from 1 to {_MOST:,}", _is_count)
+_ANY = Kind("anything", lambda value: True)  # checked by what reads it
+_TEXT = Kind("a printable text that is not empty", _is_name)
+_NUMBER = Kind("a number above 0", _is_number)
+_COUNT = Kind(f"a whole number from 1 to {_MOST:,}", lambda value: is_count(value, 1, _MOST))
 _FILE = {"hosts": _ANY, "link": _ANY}
 _LINK = {"latency_us": _NUMBER, "bandwidth_gb_s": _NUMBER}
 _HOST = {
@@ -156,16 +126,3 @@ _HOST = {
     "bandwidth_gb_s": _NUMBER,
     "gflops": _NUMBER,
 }
-
-
-def _check(where: str, entry: Any, keys: Mapping[str, _Value], required: tuple[str, ...]) -> None:
-    if not isinstance(entry, dict):
-        raise UserError(f"{where} is {entry!r}: it must be an object with {', '.join(required)}")
-    for key, value in entry.items():
-        if key not in keys:
-            raise UserError(f"{where}: unknown key {key!r}: {nearest(key, keys)}")
-        if not keys[key].accepts(value):
-            raise UserError(f"{where}: {key} is {value!r}: it must be {keys[key].words}")
-    for key in required:
-        if key not in entry:
-            raise UserError(f"{where} lacks the key {key!r}: add it")

@@ -5,14 +5,15 @@ https://github.com/buddy-compiler/buddy-mlir, and what its `tools/buddy-codegen/
 besides) and two of ours, `weights_package` and `kv_cache_dtype`.
 """
 
-import json
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from buddy_pipeline.launcher.json_keys import check_entries
+from buddy_pipeline.launcher.json_text import parse_json
 from buddy_pipeline.launcher.nearest import nearest
-from buddy_pipeline.launcher.spec_keys import WITHOUT_EFFECT, check_object
+from buddy_pipeline.launcher.spec_keys import SPEC, WITHOUT_EFFECT
 from buddy_pipeline.launcher.variants import known_variant
 from buddy_pipeline.partition.errors import UserError
 
@@ -100,8 +101,8 @@ def load_spec(name: str) -> Spec:
     Raises UserError for a name that does not exist, a file that is not a JSON object, an unknown
     key, and a value of the wrong type.
     """
-    fields = _parse(name, _read(name))
-    check_object(f"spec {name}", fields)
+    fields = parse_json(f"spec {name}", _read(name))
+    check_entries(f"spec {name}", fields, SPEC)
     fields = {key: value for key, value in fields.items() if key not in WITHOUT_EFFECT}
     if "weights_override" in fields:
         fields["weights_override"] = WeightsOverride(**fields["weights_override"])
@@ -140,33 +141,6 @@ def _read(name: str) -> str:
         ) from None
     except UnicodeDecodeError:
         raise UserError(f"spec file {name} is not UTF-8 text: save it as JSON") from None
-
-
-def _parse(name: str, text: str) -> dict[str, Any]:
-    def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries = dict(pairs)
-        if len(entries) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise UserError(f"spec {name} gives the key {twice!r} twice: keep one")
-        return entries
-
-    try:
-        fields = json.loads(text, object_pairs_hook=without_duplicates)
-    except json.JSONDecodeError as error:
-        raise UserError(
-            f"spec {name} is not valid JSON: {error.msg} at line {error.lineno},"
-            f" column {error.colno}"
-        ) from None
-    except ValueError as error:  # a number of thousands of digits
-        raise UserError(f"spec {name} is not valid JSON: {error}") from None
-    except RecursionError:
-        raise UserError(f"spec {name} is nested too deeply: a spec is one JSON object") from None
-    if not isinstance(fields, dict):
-        raise UserError(
-            f"spec {name} holds a JSON {type(fields).__name__}: it must be an object of keys"
-        )
-    return fields
 
 
 def _check_variant(spec: Spec) -> None:

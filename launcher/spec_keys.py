@@ -1,75 +1,37 @@
 """Which keys a spec may have and which values they take, as one table."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from buddy_pipeline.compile.variant import CACHE_TYPES
-from buddy_pipeline.launcher.nearest import nearest
-from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.launcher.json_keys import Kind, is_count
 
-
-@dataclass(frozen=True)
-class _Kind:
-    """What a key's value must be: in words for the message, and as a test."""
-
-    words: str
-    accepts: Callable[[Any], bool]
-    keys: "Mapping[str, _Kind] | None" = None
-    """The keys of a value that is an object itself."""
-    required: frozenset[str] = frozenset()
-
-
-def check_object(where: str, fields: Mapping[str, Any]) -> None:
-    """Raises UserError, prefixed with `where`, for an unknown key or a value of a wrong type."""
-    _check(where, fields, _SPEC)
-
-
-def _check(where: str, fields: Mapping[str, Any], keys: "Mapping[str, _Kind]") -> None:
-    for key, value in fields.items():
-        if key not in keys:
-            raise UserError(f"{where}: unknown key {key!r}: {nearest(key, keys)}")
-        kind = keys[key]
-        if not kind.accepts(value):
-            raise UserError(f"{where}: {key} is {value!r}: it must be {kind.words}")
-        if kind.keys is not None and isinstance(value, dict):
-            inside = f"{where}: {key}"
-            _check(inside, value, kind.keys)
-            for name in sorted(kind.required - value.keys()):
-                raise UserError(f"{inside} lacks the key {name!r}: add it")
-
-
-def _is_count(value: Any, least: int) -> bool:
-    # JSON's true and false are ints to Python, never to the writer of a spec.
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-_TEXT = _Kind("a text that is not empty", lambda value: isinstance(value, str) and value != "")
-_POSITIVE = _Kind("a whole number of 1 or more", lambda value: _is_count(value, 1))
-_COUNT = _Kind("a whole number of 0 or more", lambda value: _is_count(value, 0))
-_FLAG = _Kind("true or false", lambda value: isinstance(value, bool))
+_TEXT = Kind("a text that is not empty", lambda value: isinstance(value, str) and value != "")
+_POSITIVE = Kind("a whole number of 1 or more", lambda value: is_count(value, 1))
+_COUNT = Kind("a whole number of 0 or more", lambda value: is_count(value, 0))
+_FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 
 
 def _is_sizes(value: Any) -> bool:
     if isinstance(value, str):
         return all(part.strip().isdecimal() and int(part) >= 1 for part in value.split(","))
-    return isinstance(value, list) and all(_is_count(size, 1) for size in value)
+    return isinstance(value, list) and all(is_count(size, 1) for size in value)
 
 
-_SIZES = _Kind('a list of whole numbers of 1 or more, such as [64, 128] or "64,128"', _is_sizes)
-_CHUNK = _Kind(
+_SIZES = Kind('a list of whole numbers of 1 or more, such as [64, 128] or "64,128"', _is_sizes)
+_CHUNK = Kind(
     "true, false or a whole number of 0 or more",
-    lambda value: isinstance(value, bool) or _is_count(value, 0),
+    lambda value: isinstance(value, bool) or is_count(value, 0),
 )
 
-_DISTRIBUTION = _Kind(
+_DISTRIBUTION = Kind(
     "the name of a package: letters, digits, - and _",
     lambda value: isinstance(value, str) and value.replace("-", "_").isidentifier(),
 )
 
-_CACHE_TYPE = _Kind(f"one of {', '.join(CACHE_TYPES)}", lambda value: value in CACHE_TYPES)
+_CACHE_TYPE = Kind(f"one of {', '.join(CACHE_TYPES)}", lambda value: value in CACHE_TYPES)
 
-_SPEC: Mapping[str, _Kind] = {
+SPEC: Mapping[str, Kind] = {
     "hf_model_path": _TEXT,
     "model_family": _TEXT,
     "variant": _TEXT,
@@ -77,7 +39,7 @@ _SPEC: Mapping[str, _Kind] = {
     "max_token_len": _POSITIVE,
     "kv_cache_dtype": _CACHE_TYPE,
     "num_threads": _POSITIVE,
-    "weights_override": _Kind(
+    "weights_override": Kind(
         "an object with the key total",
         lambda value: isinstance(value, dict),
         {
@@ -88,15 +50,15 @@ _SPEC: Mapping[str, _Kind] = {
             "f16_elements": _COUNT,
             "i8_elements": _COUNT,
         },
-        frozenset({"total"}),
+        ("total",),
     ),
-    "weights_package": _Kind(
+    "weights_package": Kind(
         "an object with the keys distribution and file",
         lambda value: isinstance(value, dict),
         {"distribution": _DISTRIBUTION, "file": _TEXT},
-        frozenset({"distribution", "file"}),
+        ("distribution", "file"),
     ),
-    "tiered_kv_cache": _Kind(
+    "tiered_kv_cache": Kind(
         "true, false or an object with the keys enabled and cache_sizes",
         lambda value: isinstance(value, bool | dict),
         {"enabled": _FLAG, "cache_sizes": _SIZES},

@@ -341,7 +341,7 @@ def test_an_option_that_is_wrong_is_one_line(
     ("content", "message"),
     [
         (None, "cannot be read (No such file or directory)"),
-        (b"\xff\xfe", "is not valid JSON"),
+        (b"\xff\xfe", "is not UTF-8 text: save it as JSON"),
         (b"{", "is not valid JSON"),
         (b"[]", "must hold a list of messages"),
         (b'[{"role": "user"}]', "content of message 0 is None"),

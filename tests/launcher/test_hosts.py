@@ -49,6 +49,7 @@ def test_a_thousand_like_hosts_are_one_entry(tmp_path: Path) -> None:
     [
         ("{", "is not valid JSON: .* at line 1, column 2"),
         ("[" * 100_000, "nested too deeply"),
+        ('{"hosts": [], "hosts": []}', "gives the key 'hosts' twice: keep one"),
         ([], r"is \[\]: it must be an object with hosts"),
         ({}, "lacks the key 'hosts': add it"),
         ({"hosts": []}, r"hosts is \[\]: it must be a list of one host or more"),

@@ -144,7 +144,7 @@ def test_an_empty_spec_is_f32_with_the_model_s_own_context(spec_file: Path) -> N
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype is 'int4': it must be one of f32, bf16, "),
         ({"weights_override": {"total": -1}}, "weights_override: total is -1"),
         ({"weights_package": {"distribution": "a/b", "file": "c"}}, "distribution is 'a/b'"),
-        ("[1]", "holds a JSON list: it must be an object"),
+        ("[1]", "is [1]: it must be an object of keys"),
         ("{", "is not valid JSON: "),
         ('{"variant": "f32", "variant": "f16"}', "gives the key 'variant' twice"),
         ('{"max_token_len": 1' + "0" * 5000 + "}", "is not valid JSON: Exceeds the limit"),
