@@ -3,7 +3,6 @@
 import os
 import sys
 import time
-from collections.abc import Iterable
 
 import typer
 
@@ -12,6 +11,7 @@ from buddy_pipeline.compile.manifest import PartitionPlan, Plan, runs_unit
 from buddy_pipeline.compile.object_builder import Built, ObjectBuilder
 from buddy_pipeline.compile.service import Ahead, build_ahead, ensure_plan, missing_objects
 from buddy_pipeline.compile.target import Target, named_target
+from buddy_pipeline.launcher.build_lines import compiled_line, object_line
 from buddy_pipeline.launcher.model import Model, open_model
 from buddy_pipeline.launcher.settings import CompileSettings
 from buddy_pipeline.partition.layers import block_role, layer_ranges
@@ -72,15 +72,7 @@ def compile_command(settings: CompileSettings) -> int:
     block = f"layers [{layers.start}, {layers.stop})"
     print(f"rank {settings.rank} of {settings.world} ({role.name}), {block}, for {target.cpu}")
     print(f"  graph: {f'exported in {planned:.2f} s' if planned else 'from the cache'}")
-    for line in _lines(built):
-        print(f"  {line}")
-    fresh = sum(not item.from_cache for item in built)
-    seconds = time.perf_counter() - started
-    print(f"  {fresh} built, {len(built) - fresh} from the cache, {seconds:.2f} s in all")
+    for each in built:
+        print(f"  {object_line(each)}")
+    print(f"  {compiled_line(built, time.perf_counter() - started)} in all")
     return 0
-
-
-def _lines(built: Iterable[Built]) -> Iterable[str]:
-    for item in built:
-        how = "from the cache" if item.from_cache else f"built in {item.seconds:.2f} s"
-        yield f"{item.name}: {how}"

@@ -25,6 +25,12 @@ from buddy_pipeline.launcher.build_config import (
     load_imported_config,
     resolve_config,
 )
+from buddy_pipeline.launcher.build_lines import (
+    compiled_line,
+    imported_line,
+    object_line,
+    weights_line,
+)
 from buddy_pipeline.launcher.build_team import BuildTeam, build_world, form_team, team_folder
 from buddy_pipeline.launcher.building import default_jobs
 from buddy_pipeline.launcher.paths import check_writable
@@ -79,9 +85,9 @@ def import_command(path: Path, stage: StageSettings, settings: ImportSettings) -
         )
         weights = _export_weights(directory, config, settings, team)
         if imported is not None:
-            print(_imported_line(imported))
+            print(imported_line(imported))
             if weights is not None:
-                print(f"  {_weights_line(weights)}")
+                print(f"  {weights_line(weights)}")
             print(f"  {directory.manifest}")
     return 0
 
@@ -126,8 +132,9 @@ def compile_directory_command(
         built = together(world, lambda: finish_compile(directory, team, share))
         seconds = time.perf_counter() - started
         if team.leads:
-            _print_objects(built)
-            print(_compiled_line(built, seconds))
+            for each in built:
+                print(f"  {object_line(each.built)}")
+            print(compiled_line([each.built for each in built], seconds))
             if time_report is not None and world.rank == 0:
                 _write_report(time_report, {"compile": seconds}, built)
     return 0
@@ -180,10 +187,10 @@ def _build(
     if imported is not None:
         layers = counted(config.layers, "layer")
         print(f"{directory.root}: {config.family}, {layers}, for {config.target.cpu}")
-        print(f"  {_imported_line(imported)}")
+        print(f"  {imported_line(imported)}")
     weights = _export_weights(directory, config, imports, team)
     if weights is not None:
-        print(f"  {_weights_line(weights)}")
+        print(f"  {weights_line(weights)}")
     verified = time.perf_counter()
     if imported is not None:
         _verify(directory, config, imports, imported)
@@ -193,7 +200,7 @@ def _build(
     now = time.perf_counter()
     if imported is None:
         return {}, []
-    print(f"  {_compiled_line(built, now - compiling)}")
+    print(f"  {compiled_line([each.built for each in built], now - compiling)}")
     times = imported.times
     stages = {
         "packages": times.packages,
@@ -279,38 +286,6 @@ def _same_import(manifest: PartitionManifest) -> ImportSettings:
         direct_weights=True,
         debug_wrappers=False,
     )
-
-
-def _imported_line(imported: Imported) -> str:
-    times, counts = imported.times, imported.manifest.counts
-    how = (
-        f"exported in {times.export:.2f} s and imported in {times.imports:.2f} s"
-        f" ({times.total:.2f} s with starting the compilers)"
-        if times.total
-        else "plan from the cache"
-    )
-    return (
-        f"{how}: {counts['prefill']} prefill and {counted(counts['decode'], 'decode partition')} of"
-        f" {counted(counts['templates'], 'template')}; files in {imported.writing:.2f} s"
-    )
-
-
-def _weights_line(done: Exported) -> str:
-    return (
-        f"{done.bytes / 1e6:.0f} MB of weights: {counted(len(done.written), 'file')} written and"
-        f" {len(done.reused)} reused in {done.seconds:.2f} s"
-    )
-
-
-def _print_objects(built: Sequence[BuiltBy]) -> None:
-    for item in (each.built for each in built):
-        how = "from the cache" if item.from_cache else f"built in {item.seconds:.2f} s"
-        print(f"  {item.name}: {how}")
-
-
-def _compiled_line(built: Sequence[BuiltBy], seconds: float) -> str:
-    fresh = sum(not item.built.from_cache for item in built)
-    return f"{counted(fresh, 'object')} built, {len(built) - fresh} from the cache: {seconds:.2f} s"
 
 
 def _check_report(path: Path | None) -> None:

@@ -100,12 +100,12 @@ def test_compile_says_what_it_built_and_what_was_there(model: Path, tmp_path: Pa
     assert first.code == 0
     assert first.stdout.startswith("rank 1 of 2 (FIRST), layers [0, 2), for ")
     built = first.stdout.count(": built in ")
-    assert f"{built} built, 0 from the cache, " in first.stdout
+    assert f"{built} objects built, 0 from the cache: " in first.stdout
     assert built == len(list(tmp_path.glob("cache/objects/*"))) > 0
 
     again = buddy_pipeline(*words, cache=tmp_path / "cache")
     assert "graph: from the cache" in again.stdout
-    assert f"0 built, {built} from the cache, " in again.stdout
+    assert f"0 objects built, {built} from the cache: " in again.stdout
 
 
 def test_verify_reports_the_whole_graph(model: Path, tmp_path: Path) -> None:
