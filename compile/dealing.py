@@ -1,4 +1,4 @@
-"""Dealing: which of the ranks that build together builds which object, each once."""
+"""Dealing: which of the ranks that build together makes which object or weight file, each once."""
 
 from collections.abc import Collection, Sequence
 

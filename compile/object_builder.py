@@ -145,4 +145,5 @@ def object_name(cache: Cache, key: str) -> str:
 
 
 def source_size(cache: Cache, key: str) -> int:
+    """Bytes of an object's MLIR, by which objects are dealt out and ordered; 0 if it is gone."""
     return sum(path.stat().st_size for path in cache.source_folder(key).glob("*.mlir"))

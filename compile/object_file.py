@@ -109,4 +109,7 @@ def _symbols(table: bytes, names: bytes) -> list[Symbol]:
 
 
 def _text(names: bytes, start: int) -> str:
-    return names[start : names.index(b"\0", start)].decode("utf-8", "replace")
+    end = names.find(b"\0", start)
+    if end < 0:
+        raise IndexError
+    return names[start:end].decode("utf-8", "replace")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from buddy_pipeline.compile.formats import elements_a_byte
 from buddy_pipeline.compile.variant import Variant
+from buddy_pipeline.launcher.config_numbers import first_number, optional_size
 from buddy_pipeline.launcher.module_roles import (
     HEADS,
     POSITION_TABLES,
@@ -193,10 +194,14 @@ def rotary_elements(config: dict[str, Any]) -> int:
     """
     if config["model_type"] in _WITHOUT_ROTATION:
         return 0
-    if config.get("rotary_dim"):
-        return int(config["rotary_dim"]) // 2
-    hidden, heads = (next((config[k] for k in keys if config.get(k)), 0) for keys in _HEAD_SIZES)
-    head_dim = config.get("head_dim") or (hidden // heads if heads else 0)
-    rope = config.get("rope_parameters") or {}
-    parts = (config.get("partial_rotary_factor"), rope.get("partial_rotary_factor"), 1.0)
-    return int(head_dim * next(part for part in parts if part)) // 2
+    rotated = optional_size(config, "rotary_dim")
+    if rotated is not None:
+        return rotated // 2
+    hidden, heads = (first_number(config, keys) for keys in _HEAD_SIZES)
+    head_dim = optional_size(config, "head_dim")
+    if head_dim is None:
+        head_dim = hidden // heads if hidden and heads else 0
+    rope = config.get("rope_parameters")
+    parts = (part.get("partial_rotary_factor") for part in (config, rope) if isinstance(part, dict))
+    share = next((part for part in parts if isinstance(part, int | float) and part), 1.0)
+    return int(head_dim * share) // 2

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.granularity import COARSE_TEMPLATES, Granularity
 from buddy_pipeline.compile.variant import Variant
+from buddy_pipeline.launcher.config_numbers import first_number
 from buddy_pipeline.launcher.console import print_warning
 from buddy_pipeline.launcher.element_counts import (
     check_choice,
@@ -207,15 +208,3 @@ def _layers(config: dict[str, Any]) -> int:
             "the model's config names no number of layers: add num_hidden_layers to its config.json"
         )
     return layers
-
-
-def first_number(config: dict[str, Any], names: tuple[str, ...]) -> int | None:
-    """The first of these entries that is a positive whole number, in the configuration or in that
-    of its language model, which those of several media have apart."""
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, dict) else {}):
-        for name in names:
-            value = part.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                return value
-    return None

@@ -10,7 +10,8 @@ from math import prod
 from typing import Any
 
 from buddy_pipeline.compile.formats import weight_format
-from buddy_pipeline.launcher.model import Model, first_number
+from buddy_pipeline.launcher.config_numbers import first_number, optional_size
+from buddy_pipeline.launcher.model import Model
 from buddy_pipeline.partition.cost import NOTHING, ModelCost, PartCost
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.checkpoint.checkpoint import TensorInfo
@@ -114,8 +115,10 @@ def _chosen_share(config: dict[str, Any]) -> float:
 def _cached_elements(config: dict[str, Any]) -> int:
     """Elements of keys and values that one position adds to one layer's cache."""
     heads = _number(config, "num_attention_heads", "n_head")
-    size = config.get("head_dim") or _number(config, "hidden_size", "n_embd") // heads
-    return 2 * (config.get("num_key_value_heads") or heads) * int(size)
+    size = optional_size(config, "head_dim")
+    if size is None:
+        size = _number(config, "hidden_size", "n_embd") // heads
+    return 2 * (optional_size(config, "num_key_value_heads") or heads) * size
 
 
 def _number(config: dict[str, Any], *names: str) -> int:

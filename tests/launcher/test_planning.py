@@ -1,10 +1,12 @@
 """`plan` says what a split needs and does, from headers alone, and balances by it."""
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,6 +126,23 @@ def test_numbers_of_one_are_singular(spec: Path, capsys: pytest.CaptureFixture[s
     lines = capsys.readouterr().out.splitlines()
     assert "6 layers over 1 rank, 1 sequence of up to" in lines[0]
     assert lines[-1].startswith("1 sequence: ") and lines[-1].endswith("in 1 microbatch")
+
+
+@pytest.mark.parametrize(
+    "given", [{"head_dim": "twelve"}, {"head_dim": -4}, {"num_key_value_heads": [1, 1, 1]}]
+)
+def test_a_size_that_is_no_count_is_named(
+    given: dict[str, Any], spec: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "edited"
+    shutil.copytree(json.loads(spec.read_text())["hf_model_path"], model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **given}))
+    code = cli.main(["plan", "--spec", str(spec), "--local-model", str(model), "--world", "2"])
+    ((name, value),) = given.items()
+    error = capsys.readouterr().err
+    assert code == 2 and error.count("\n") == 1
+    assert f"config has {name} {value!r}: it must be a whole number of 1 or more" in error
 
 
 def test_plan_takes_the_hosts_of_a_file_and_says_what_does_not_fit(
