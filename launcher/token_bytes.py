@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks.checkpoint.shown import shown
 
 PieceBytes = Callable[[str], bytes]
 """A token as the vocabulary spells it -> the bytes it stands for."""
@@ -60,9 +61,7 @@ def piece_bytes(decoder: Mapping[str, Any] | None) -> tuple[PieceBytes, bool]:
         return (lambda piece: f" {piece}".encode()), True
     if "ByteLevel" in kinds:
         return byte_level_bytes, False
-    replacements = [
-        (step["pattern"]["String"], step["content"]) for step in steps if step["type"] == "Replace"
-    ]
+    replacements = [_replacement(step) for step in steps if step["type"] == "Replace"]
     metaspaces = [step for step in steps if step["type"] == "Metaspace"]
     replacements += [(step["replacement"], " ") for step in metaspaces]
     byte_fallback = "ByteFallback" in kinds
@@ -78,6 +77,16 @@ def piece_bytes(decoder: Mapping[str, Any] | None) -> tuple[PieceBytes, bool]:
         return piece.encode()
 
     return sentencepiece_bytes, strips
+
+
+def _replacement(step: Mapping[str, Any]) -> tuple[str, str]:
+    pattern = step["pattern"]
+    if "String" not in pattern:
+        raise UserError(
+            f"tokenizer decoder 'Replace' of {shown(pattern)} is not supported: use a model whose"
+            " tokenizer.json replaces texts, not regular expressions"
+        )
+    return pattern["String"], step["content"]
 
 
 def byte_level_bytes(piece: str) -> bytes:

@@ -275,6 +275,13 @@ def test_words_without_a_decoder_are_joined_with_spaces(save_json: SaveJson) -> 
     assert tokenizer.decode(tokenizer.encode("two one")) == library.decode([1, 0]) == "two one"
 
 
+def test_a_decoder_of_regular_expressions_is_named(save_json: SaveJson) -> None:
+    library = sentencepiece_like()
+    library.decoder = decoders.Replace(tokenizers.Regex(r"\s+"), " ")
+    with pytest.raises(UserError, match=r"decoder 'Replace' of .*Regex.* is not supported"):
+        open_tokenizer(save_json(library))
+
+
 def test_an_unsupported_decoder_is_named(save_json: SaveJson) -> None:
     library = sentencepiece_like()
     library.decoder = decoders.WordPiece()
