@@ -11,6 +11,7 @@ import typer
 
 from buddy_pipeline.launcher import build_options, options
 from buddy_pipeline.launcher.build_commands import add_build_commands
+from buddy_pipeline.launcher.built_commands import add_built_commands
 from buddy_pipeline.launcher.console import print_common_error
 from buddy_pipeline.launcher.decided import check_undecided
 from buddy_pipeline.launcher.default_command import DefaultCommandGroup
@@ -232,6 +233,7 @@ def plan(
 
 
 add_build_commands(app)
+add_built_commands(app)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
