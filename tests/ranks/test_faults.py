@@ -3,6 +3,7 @@
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -70,9 +71,11 @@ def test_an_exit_keeps_its_code(code: int) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_the_work_in_silence_and_cleans_up(
-    number: signal.Signals, capfd: pytest.CaptureFixture[str]
+    number: signal.Signals, capfd: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
     cleaned = []
+    request.addfinalizer(partial(signal.signal, number, signal.getsignal(number)))
+    signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
 
     def work() -> None:
         try:
