@@ -76,7 +76,7 @@ class Engine:
         self._adapt = adapt
         self._under_way: deque[Microbatch] = deque()
         self._sampled: list[Sampled] = []
-        self._times = np.zeros(2)  # running means: ns of all stages, ns of the slowest
+        self._stages_ns = self._slowest_ns = 0.0  # running means of a step
         self._closed = False
 
     @property
@@ -194,9 +194,11 @@ class Engine:
             if len(sequence.ids) > self._bounds.context:
                 self._scheduler.finish(sequence)
 
-    def _measure(self, times: np.ndarray) -> None:
+    def _measure(self, times: tuple[int, int]) -> None:
         """Suit the number of groups to how evenly the stages share the work."""
-        self._times = self._times * _TIMES_KEPT + times * (1 - _TIMES_KEPT)
+        stages, slowest = times
+        self._stages_ns += (stages - self._stages_ns) * (1 - _TIMES_KEPT)
+        self._slowest_ns += (slowest - self._slowest_ns) * (1 - _TIMES_KEPT)
         if self._adapt:
             most = self._scheduler.limits.microbatches
-            self._scheduler.decode_groups = groups_for(self._times[0], self._times[1], most)
+            self._scheduler.decode_groups = groups_for(self._stages_ns, self._slowest_ns, most)

@@ -34,6 +34,7 @@ class KvCache:
         """int64 [slots]: address of each slot's memory"""
         self.capacities = np.zeros(slots, np.int64)
         """int64 [slots]: positions that each slot's memory holds"""
+        self._held = self.capacities.data
 
     def apply(self, changes: Iterable[Sequence[int]]) -> None:
         """Carry out slot changes (`SlotChange`, or rows of `Step.changes`) in order.
@@ -59,14 +60,14 @@ class KvCache:
         """Raises ProtocolError if a token of a step lies outside the memory of its slot."""
         if not self._layers:
             return
-        outside = positions >= self.capacities[slots]
-        if outside.any():
-            token = int(outside.argmax())
-            slot = int(slots[token])
-            raise ProtocolError(
-                f"position {positions[token]} of token {token}: slot {slot} has memory for "
-                f"{self.capacities[slot]}"
-            )
+        for token, (position, slot) in enumerate(
+            zip(positions.tolist(), slots.tolist(), strict=True)
+        ):
+            if position >= self._held[slot]:
+                raise ProtocolError(
+                    f"position {position} of token {token}: slot {slot} has memory for "
+                    f"{self._held[slot]}"
+                )
 
     def _check_change(self, slot: int, capacity: int, source: int, positions: int) -> None:
         slots = len(self._memory)

@@ -29,8 +29,10 @@ WORD = 8
 # `Step.times`), changes, reserved (zeros)
 HEADER = struct.Struct("<4sHHQIIQQqqI4s")
 RESERVED = bytes(4)
-TIMES = slice(5, 7)
+TIME_OF_ALL, TIME_OF_SLOWEST = 5, 6
 """Words of the header."""
+FIRST_WORD = HEADER.size // WORD
+"""Behind it."""
 CHANGE_WORDS = 4
 
 
@@ -46,7 +48,7 @@ class Sizes(NamedTuple):
     @property
     def array_words(self) -> tuple[int, int, int, int, int, int]:
         """Where positions, slots, ids, rows and changes begin, and the last ends: 8-byte words."""
-        positions = HEADER.size // WORD
+        positions = FIRST_WORD
         rows = positions + 3 * self.tokens
         changes = rows + self.rows
         return (

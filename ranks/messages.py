@@ -16,10 +16,12 @@ import numpy as np
 from buddy_pipeline.ranks.message_layout import (
     ALIGNMENT,
     CHANGE_WORDS,
+    FIRST_WORD,
     HEADER,
     MAGIC,
     RESERVED,
-    TIMES,
+    TIME_OF_ALL,
+    TIME_OF_SLOWEST,
     VERSION,
     WORD,
     Sizes,
@@ -70,9 +72,14 @@ class Bounds:
     """Rows of the embedding matrix."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
-    """One message as views over its buffer; valid until the buffer is written or received into."""
+    """One message as views over its buffer; valid until the buffer is written or received into.
+
+    A buffer makes new views only for a message of another shape than the one before: between two
+    steps of a pipeline the weights of a whole block have passed through the caches, and whatever
+    Python touches then comes from memory.
+    """
 
     kind: Kind
     sequence: int
@@ -88,14 +95,19 @@ class Step:
     """int64 [n_rows], indices into the tokens"""
     changes: np.ndarray
     """int64 [n_changes, 4], fields of `SlotChange`; checked where they are applied"""
-    times: np.ndarray
-    """int64 [2], nanoseconds that the stages so far took for this step: their sum, the slowest"""
     payload: np.ndarray
     """uint8 [payload bytes], starts at a multiple of 64 bytes"""
     message: np.ndarray
     """uint8 [total bytes], all of the above and the header: what is sent"""
+    words: memoryview
+    """The whole buffer as int64: quicker than an array to read and write single words."""
     address: int
     """Address of the first byte of `message`, a multiple of 64."""
+
+    @property
+    def times(self) -> tuple[int, int]:
+        """Nanoseconds that the stages so far took for this step: their sum, the slowest."""
+        return self.words[TIME_OF_ALL], self.words[TIME_OF_SLOWEST]
 
     @property
     def positions_address(self) -> int:
@@ -124,8 +136,9 @@ class Step:
 
     def add_time(self, nanoseconds: int) -> None:
         """Account for one more stage that has run this step."""
-        self.times[0] += nanoseconds
-        self.times[1] = max(self.times[1], nanoseconds)
+        words = self.words
+        words[TIME_OF_ALL] += nanoseconds
+        words[TIME_OF_SLOWEST] = max(words[TIME_OF_SLOWEST], nanoseconds)
 
     def _array_address(self, before: int) -> int:
         """Address of the array that this many arrays of a word a token are before."""
@@ -168,9 +181,12 @@ class StepBuffer:
         """uint8 [capacity]: what a receive is posted into."""
         self.address: int = self.memory.ctypes.data
         self._header = self.memory[: HEADER.size].data
-        self._words = self.memory.view("<i8")
+        self._array = self.memory.view("<i8")
+        self._words = self.memory.data.cast("q")
         # Read as unsigned, a negative number is huge: one comparison checks both ends of a range.
-        self._unsigned = self.memory.view("<u8")
+        self._unsigned = self.memory.data.cast("Q")
+        self._latest: Step | None = None
+        self._latest_shape: tuple[Kind, Sizes] | None = None
 
     def begin(
         self,
@@ -209,9 +225,9 @@ class StepBuffer:
         """
         rows, changes = len(step.rows), len(step.changes)
         following = self.begin(step.kind, step.sequence, step.tokens, rows, payload, changes)
-        start, end = HEADER.size, Sizes(step.tokens, rows, changes, payload).array_end
-        following.message[start:end] = step.message[start:end]
-        following.times[:] = step.times
+        end = Sizes(step.tokens, rows, changes, payload).array_end // WORD
+        for start, stop in ((TIME_OF_ALL, TIME_OF_SLOWEST + 1), (FIRST_WORD, end)):
+            following.words[start:stop] = step.words[start:stop]
         return following
 
     def decode(self, received: int, bounds: Bounds | None = None) -> Step:
@@ -286,27 +302,34 @@ class StepBuffer:
         self._check_range("row", rows, sizes.rows, sizes.tokens)
 
     def _check_range(self, name: str, start: int, count: int, end: int) -> None:
-        if count and int(np.maximum.reduce(self._unsigned[start : start + count])) >= end:
-            values = self._words[start : start + count]
+        if count and max(self._unsigned[start : start + count]) >= end:
+            values = self._array[start : start + count]
             index = int(np.argmax((values < 0) | (values >= end)))
             raise ProtocolError(f"{name} {values[index]} of token {index}: expected 0 to {end - 1}")
 
     def _views(self, kind: Kind, sequence: int, sizes: Sizes) -> Step:
+        shape = (kind, sizes)
+        if self._latest is None or self._latest_shape != shape:
+            self._latest, self._latest_shape = self._new_views(kind, sizes), shape
+        self._latest.sequence = sequence
+        return self._latest
+
+    def _new_views(self, kind: Kind, sizes: Sizes) -> Step:
         positions, slots, ids, rows, changes, end = sizes.array_words
         payload = sizes.payload_offset
         total = payload + sizes.payload
         return Step(
             kind=kind,
-            sequence=sequence,
+            sequence=0,
             tokens=sizes.tokens,
-            positions=self._words[positions:slots],
-            slots=self._words[slots:ids],
-            ids=self._words[ids:rows],
-            rows=self._words[rows:changes],
-            changes=self._words[changes:end].reshape(sizes.changes, CHANGE_WORDS),
-            times=self._words[TIMES],
+            positions=self._array[positions:slots],
+            slots=self._array[slots:ids],
+            ids=self._array[ids:rows],
+            rows=self._array[rows:changes],
+            changes=self._array[changes:end].reshape(sizes.changes, CHANGE_WORDS),
             payload=self.memory[payload:total],
             message=self.memory[:total],
+            words=self._words,
             address=self.address,
         )
 

@@ -31,6 +31,17 @@ from buddy_pipeline.ranks.step_memory import (
 
 #: Symbols of the driver's object that a stage calls.
 DRIVER_SYMBOLS = _DRIVER, _TICKS = ("bp_run_stage", "bp_ticks")
+#: Words of the step record that change with every step.
+_TOKENS, _ROWS, _ROW_INDEX, _POSITIONS, _SLOTS = (
+    word.value
+    for word in (
+        StepWord.TOKENS,
+        StepWord.ROWS,
+        StepWord.ROW_INDEX,
+        StepWord.POSITIONS,
+        StepWord.SLOTS,
+    )
+)
 #: int64 words of the barrier: two counters on cache lines of their own.
 _BARRIER_WORDS = 16
 
@@ -134,12 +145,12 @@ class Stage:
         if len(step.changes):
             self.kv.apply(step.changes.tolist())
         self.kv.check(step.positions, step.slots)
-        record, tokens = self._record, step.tokens
-        record[StepWord.TOKENS.value] = tokens
-        record[StepWord.ROWS.value] = len(step.rows)
-        record[StepWord.ROW_INDEX.value] = step.rows_address
-        record[StepWord.POSITIONS.value] = step.positions_address
-        record[StepWord.SLOTS.value] = step.slots_address
+        record, args, tokens = self._record_words, self._args_words, step.tokens
+        record[_TOKENS] = tokens
+        record[_ROWS] = len(step.rows)
+        record[_ROW_INDEX] = step.rows_address
+        record[_POSITIONS] = step.positions_address
+        record[_SLOTS] = step.slots_address
         bases = {
             "ids": step.ids_address,
             "positions": step.positions_address,
@@ -147,7 +158,7 @@ class Stage:
             "outputs": outputs,
         }
         for moving in self._moving:
-            self._args[moving.word] = bases[moving.base] + tokens * moving.bytes_per_token
+            args[moving.word] = bases[moving.base] + tokens * moving.bytes_per_token
         for value in self._copied:
             self._copy_through(value, tokens, inputs, outputs)
         self._driver(self._table_address, len(self._calls), self._record_address)
@@ -204,6 +215,7 @@ class Stage:
                 at += row_bytes * self._sizes.tokens
             words += [next(offsets) for _ in partition.kv]
         self._args = np.array(words, np.int64)
+        self._args_words = self._args.data  # NumPy takes longer for single words
         self._calls = np.zeros((len(partitions), 2), np.int64)
         self._calls[:, 1] = [self._args.ctypes.data + 8 * start for start in starts]
 
@@ -223,6 +235,7 @@ class Stage:
             ) from None
         self._barrier = aligned_zeros((_BARRIER_WORDS,), np.int64)
         self._record = np.zeros(len(StepWord), np.int64)
+        self._record_words = self._record.data
         for word, value in {
             StepWord.TEAM: threads,
             StepWord.BARRIER: self._barrier.ctypes.data,
