@@ -3,7 +3,7 @@
 Rank 0 starts every message and sends it to rank world-1, so the way back to the first block is an
 edge of the ring like any other. Receives and sends are nonblocking: the receive of the next message
 is posted before the current step runs, and a send is waited for only when its buffer is needed
-again. Waiting polls with back-off, see `waiting`.
+again. Waiting polls with back-off, see `waiting` and `arrivals`.
 
 The MPI library moves messages only while it is called, so between hosts a message beyond the eager
 limit (a prefill chunk; a decode step stays below) may wait until the sender's current step ends. A
@@ -17,9 +17,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from buddy_pipeline.ranks.arrivals import Arrivals
 from buddy_pipeline.ranks.messages import Bounds, Kind, ProtocolError, Step, StepBuffer
 from buddy_pipeline.ranks.roll_call import Attendance, RollCall, check_threads
-from buddy_pipeline.ranks.waiting import EXCLUSIVE, SHARED, sharpen_sleep
+from buddy_pipeline.ranks.waiting import EXCLUSIVE, SHARED, Patience, sharpen_sleep
 from buddy_pipeline.ranks.world import World
 
 _TAG = 1
@@ -74,6 +75,7 @@ class Transport:
         self._roll_call: RollCall | None = None
         self._attendance: Attendance | None = None
         self._patience = EXCLUSIVE if world.cores.exclusive else SHARED
+        self._arrivals = EXCLUSIVE if world.cores.exclusive else Arrivals()
         sharpen_sleep()
 
         control_bytes = 8 * world.world  # PEAK_MEMORY: one word a rank
@@ -106,7 +108,9 @@ class Transport:
         if self._pending is None:
             raise ProtocolError("receive after STOP: no message follows it")
         try:
-            self._until(lambda: self._pending.Test(self._status))
+            # What is still on its way from here gets on only while the library is called.
+            arrivals = self._arrivals if self._has_sent_all() else self._patience
+            self._until(lambda: self._pending.Test(self._status), arrivals)
         except self._mpi.Exception as error:
             if error.Get_error_class() != self._mpi.ERR_TRUNCATE:
                 raise
@@ -167,12 +171,14 @@ class Transport:
     def _post_send(self, step: Step) -> Any:
         return self._comm.Isend([step.message, self._mpi.BYTE], self._target, _TAG)
 
-    def _settle(self, parcel: _Parcel) -> None:
-        if parcel.request is not None:
-            self._until(parcel.request.Test)
-            parcel.request = None
+    def _has_sent_all(self) -> bool:
+        return all(parcel.has_left() for parcel in (*self._incoming, *self._outgoing))
 
-    def _until(self, done: Callable[[], bool]) -> None:
+    def _settle(self, parcel: _Parcel) -> None:
+        if not parcel.has_left():
+            self._until(parcel.has_left, self._patience)
+
+    def _until(self, done: Callable[[], bool], patience: Patience | Arrivals) -> None:
         """Wait, answering rank 0's calls: also a send may wait for the rank that is asked after."""
         attendance = self._attendance
         if attendance is not None:
@@ -181,12 +187,12 @@ class Transport:
                 attendance.poll()
                 return done()
 
-            self._patience.until(done_here)
+            patience.until(done_here)
         elif self._roll_call is not None:
-            while not self._patience.until(done, _LOOKS_S):
+            while not patience.until(done, _LOOKS_S):
                 self._roll_call.check()
         else:
-            self._patience.until(done)
+            patience.until(done)
 
 
 class _Parcel:
@@ -195,6 +201,12 @@ class _Parcel:
     def __init__(self, buffer: StepBuffer) -> None:
         self.buffer = buffer
         self.request: Any = None
+
+    def has_left(self) -> bool:
+        """Whether no send reads the buffer any more."""
+        if self.request is not None and self.request.Test():
+            self.request = None
+        return self.request is None
 
 
 class Loopback:

@@ -29,3 +29,27 @@ def test_a_long_wait_uses_little_of_a_core() -> None:
     start, used = time.monotonic(), time.process_time()
     SHARED.until(lambda: time.monotonic() - start > 0.3)
     assert time.process_time() - used < 0.15
+
+
+@pytest.mark.parametrize("patience", [EXCLUSIVE, SHARED])
+def test_pauses_grow_further_only_after_seconds(
+    patience: Patience, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, pauses = 0.0, []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        pauses.append((now, seconds))
+        now += seconds
+
+    def clock() -> float:
+        nonlocal now
+        now += 1e-6
+        return now
+
+    monkeypatch.setattr(waiting.time, "sleep", sleep)
+    monkeypatch.setattr(waiting.time, "perf_counter", clock)
+    patience.until(lambda: now > 10)
+    for waited, pause in pauses:
+        assert pause <= max(patience.longest_pause_s, waited / 900)
+    assert sum(waited > 5 for waited, _ in pauses) < 5 / 1.9e-3
