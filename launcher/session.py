@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from buddy_pipeline.compile.cache import Cache
@@ -25,7 +26,7 @@ from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.layers import block_role
 from buddy_pipeline.ranks.engine import Engine
 from buddy_pipeline.ranks.exchange import all_gather
-from buddy_pipeline.ranks.faults import exit_alone, guarded, together
+from buddy_pipeline.ranks.faults import end_now, exit_alone, guarded, together
 from buddy_pipeline.ranks.kv_memory import available_memory, kv_positions
 from buddy_pipeline.ranks.measuring import BlockTimes, block_times
 from buddy_pipeline.ranks.messages import Bounds
@@ -35,6 +36,7 @@ from buddy_pipeline.ranks.profile import (
     check_folder,
     profile_settings,
 )
+from buddy_pipeline.ranks.roll_call import Attendance, RollCall, attendance_of, attended
 from buddy_pipeline.ranks.scheduler import Limits, Scheduler
 from buddy_pipeline.ranks.serve import serve
 from buddy_pipeline.ranks.slots import Slots
@@ -100,11 +102,13 @@ def open_session(
     with nullcontext() if library and alone else guarded(world, show_traceback=library):
         # What costs nothing to find out comes first. Then one rank of each host makes the plan, so
         # that a model that cannot be planned is not tried by one rank after the other.
-        opened = together(world, lambda: _open(world, settings, check))
-        if not alone:
-            together(world, lambda: _plan(world, opened))
-        loaded = _load_balanced(world, opened, settings)
-        session = _connect(world, opened, loaded, settings)
+        part = together(world, lambda: _part(world, settings))
+        with nullcontext() if part is None else attended(part, partial(end_now, world)):
+            opened = together(world, lambda: _open(world, settings, check))
+            if not alone:
+                together(world, lambda: _plan(world, opened))
+            loaded = _load_balanced(world, opened, settings)
+        session = _connect(world, opened, loaded, settings, part)
         try:
             yield session
         except UserError as error:
@@ -125,6 +129,13 @@ class _Opened:
     """Layers by rank."""
     cache: Cache
     profile: ProfileSettings | None
+
+
+def _part(world: World, settings: PipelineSettings) -> RollCall | Attendance | None:
+    """This rank's part in the roll call, if there is one."""
+    if world.comm is None or settings.step_timeout_s is None:
+        return None
+    return attendance_of(world.comm, settings.step_timeout_s)
 
 
 def _open(world: World, settings: PipelineSettings, check: Check | None) -> _Opened:
@@ -205,7 +216,11 @@ def _asked(model: Model, settings: PipelineSettings) -> Asked:
 
 
 def _connect(
-    world: World, opened: _Opened, loaded: LoadedStage, settings: PipelineSettings
+    world: World,
+    opened: _Opened,
+    loaded: LoadedStage,
+    settings: PipelineSettings,
+    part: RollCall | Attendance | None,
 ) -> Session:
     """Puts the stage on the ring and, on rank 0, an engine in front of it."""
     model, asked = opened.model, _asked(opened.model, settings)
@@ -229,7 +244,7 @@ def _connect(
             loaded.stage.output_bytes,
             bounds,
             **most,
-            step_timeout_s=settings.step_timeout_s,
+            part=part,
         )
 
     ring = together(world, make_ring)

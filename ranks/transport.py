@@ -19,7 +19,7 @@ from typing import Any
 
 from buddy_pipeline.ranks.arrivals import Arrivals
 from buddy_pipeline.ranks.messages import Bounds, Kind, ProtocolError, Step, StepBuffer
-from buddy_pipeline.ranks.roll_call import Attendance, RollCall, check_threads
+from buddy_pipeline.ranks.roll_call import Attendance, RollCall
 from buddy_pipeline.ranks.waiting import EXCLUSIVE, SHARED, Patience, sharpen_sleep
 from buddy_pipeline.ranks.world import World
 
@@ -46,7 +46,7 @@ class Transport:
     input_bytes, output_bytes: payload a token of the messages that arrive and that leave.
     bounds: what a received step may refer to.
     in_flight: steps that rank 0 may start before it must receive the oldest.
-    step_timeout_s: a rank that is not heard for longer ends the job; None waits for ever.
+    part: in the roll call, where a rank that is not heard ends the job; None waits for ever.
 
     A Step returned by `receive` is valid until the next `receive`; one returned by `begin` or
     `carry_on` until it is sent.
@@ -63,7 +63,7 @@ class Transport:
         *,
         max_changes: int,
         in_flight: int,
-        step_timeout_s: float | None = None,
+        part: RollCall | Attendance | None = None,
     ) -> None:
         from mpi4py import MPI
 
@@ -72,8 +72,7 @@ class Transport:
         self._source = (world.rank + 1) % world.world
         self._target = (world.rank - 1) % world.world
         self._bounds = bounds
-        self._roll_call: RollCall | None = None
-        self._attendance: Attendance | None = None
+        self._part = part
         self._patience = EXCLUSIVE if world.cores.exclusive else SHARED
         self._arrivals = EXCLUSIVE if world.cores.exclusive else Arrivals()
         sharpen_sleep()
@@ -91,12 +90,6 @@ class Transport:
         self._sent = 0
         self._status = MPI.Status()
         self._pending: Any = self._post_receive(self._incoming[0])
-        if step_timeout_s is not None:
-            check_threads(MPI)
-            if world.rank == 0:
-                self._roll_call = RollCall(self._comm, step_timeout_s)
-            else:
-                self._attendance = Attendance(self._comm, step_timeout_s)
 
     def receive(self) -> Step:
         """Wait for the next message, check it and return it, the receive of its successor posted.
@@ -156,8 +149,8 @@ class Transport:
         """Wait until everything sent has left; call after STOP was received."""
         for parcel in (*self._incoming, *self._outgoing):
             self._settle(parcel)
-        if self._roll_call is not None:
-            self._roll_call.close()
+        if isinstance(self._part, RollCall):
+            self._part.close()
 
     def _free_buffer(self) -> StepBuffer:
         parcel = self._outgoing[self._sent % len(self._outgoing)]
@@ -180,17 +173,17 @@ class Transport:
 
     def _until(self, done: Callable[[], bool], patience: Patience | Arrivals) -> None:
         """Wait, answering rank 0's calls: also a send may wait for the rank that is asked after."""
-        attendance = self._attendance
-        if attendance is not None:
+        part = self._part
+        if isinstance(part, Attendance):
 
             def done_here() -> bool:
-                attendance.poll()
+                part.attend()
                 return done()
 
             patience.until(done_here)
-        elif self._roll_call is not None:
+        elif part is not None:
             while not patience.until(done, _LOOKS_S):
-                self._roll_call.check()
+                part.attend()
         else:
             patience.until(done)
 

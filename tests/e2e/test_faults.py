@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from buddy_pipeline.ranks.roll_call import GRACE_S, PREPARING_S
 from tests.e2e.command import COMMAND, answer, buddy_pipeline, refusal, start
 from tests.jobs import TIMEOUT_S, end, eventually
 from tests.mpi.job import needs_mpi
@@ -144,6 +145,34 @@ def test_a_rank_that_is_stopped_is_named_by_another(
         assert re.fullmatch(rf"{place} has not {silence} for 4 s \(--step-timeout\): .*", line)
     finally:
         end(job)
+
+
+@needs_mpi
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_while_the_model_is_planned_is_named(
+    model: Path, tmp_path: Path
+) -> None:
+    cold = tmp_path / "cold"
+    job = start(*ask(model, "--step-timeout", 2), ranks=WORLD, cache=cold)
+    try:
+        assert eventually(lambda: plans(job), 60.0)
+        ranks_of(job)[1].suspend()
+        job.wait(PREPARING_S + GRACE_S + TIMEOUT_S)
+        assert job.returncode != 0
+        (line,) = errors(job)
+        silence = "SilentRank: rank 1 of 3 has not answered for 12 s"
+        assert re.match(rf"rank 0 of {WORLD} on \S+: {silence}", line)
+    finally:
+        end(job)
+
+
+def plans(job: subprocess.Popen[str]) -> bool:
+    """Whether the process that plans a model has been started, for which all ranks have met."""
+    with suppress(psutil.NoSuchProcess):
+        processes = psutil.Process(job.pid).children(recursive=True)
+        return any("compile.worker" in " ".join(each.cmdline()) for each in processes)
+    return False
 
 
 @needs_mpi

@@ -12,11 +12,15 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
+from functools import partial
 
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks import roll_call
 from buddy_pipeline.ranks.engine import Engine
-from buddy_pipeline.ranks.faults import CollectiveExit, agree, exit_alone, guarded
+from buddy_pipeline.ranks.faults import CollectiveExit, agree, end_now, exit_alone, guarded
 from buddy_pipeline.ranks.messages import Step
+from buddy_pipeline.ranks.roll_call import Attendance, RollCall, attendance_of, attended
 from buddy_pipeline.ranks.serve import serve
 from buddy_pipeline.ranks.transport import Loopback, Transport
 from buddy_pipeline.ranks.watchdog import WatchedStage
@@ -32,6 +36,7 @@ from tests.mpi.fake_stage import (
     run,
 )
 
+roll_call.PREPARING_S = 1.0  # instead of what a slow disk may need
 FAULT_STEP = 3
 LONG = [5 * i % BOUNDS.vocab for i in range(60)]
 PROMPTS = {
@@ -139,7 +144,11 @@ PAUSES = {  # of rank 0 between two prompts, as where a user is asked what comes
 
 
 def prepare(world: World, fault: str) -> None:
-    """Agree on the result of a preparation that may have failed."""
+    """Agree on the result of a preparation that may have failed, or not have ended."""
+    if fault == "stopped_preparing":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "prepares_long":
+        time.sleep(4.0)
     problem = {
         "not_ready": "model m does not exist: give its path",
         "not_ready_each": f"rank {world.rank} has no weights",
@@ -147,7 +156,7 @@ def prepare(world: World, fault: str) -> None:
     agree(world, problem.get(fault))
 
 
-def transport_of(world: World, step_timeout_s: float | None) -> Transport | Loopback:
+def transport_of(world: World, part: RollCall | Attendance | None) -> Transport | Loopback:
     shape = FakeStage(world.rank, world.world)
     if world.comm is None:
         return Loopback(MAX_TOKENS, MAX_ROWS, max_changes=MAX_CHANGES, in_flight=IN_FLIGHT)
@@ -160,7 +169,7 @@ def transport_of(world: World, step_timeout_s: float | None) -> Transport | Loop
         BOUNDS,
         max_changes=MAX_CHANGES,
         in_flight=IN_FLIGHT,
-        step_timeout_s=step_timeout_s,
+        part=part,
     )
 
 
@@ -180,8 +189,12 @@ def main(fault: str = "", where: str = "all", step_timeout: str = "") -> None:
     seconds = float(step_timeout) if step_timeout else None
     with guarded(world):
         here = fault if where in ("all", str(world.rank)) else ""
-        prepare(world, here)
-        transport = transport_of(world, seconds)
+        part = None
+        if seconds is not None and world.comm is not None:
+            part = attendance_of(world.comm, seconds)
+        with nullcontext() if part is None else attended(part, partial(end_now, world)):
+            prepare(world, here)
+        transport = transport_of(world, part)
         faulty = Faulty(world, transport, here if here in FAULTS else "")
         stage = faulty if seconds is None else WatchedStage(faulty, world, seconds)
         if world.rank != 0:

@@ -141,6 +141,32 @@ def test_rank_0_that_does_not_run_any_more_is_named_by_the_next(fault: str) -> N
     )
 
 
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_stops_before_it_is_ready_is_named(rank: int) -> None:
+    (line,) = messages(fail("stopped_preparing", rank, 0.5))
+    assert re.fullmatch(
+        rf"rank 0 of 3 on \S+: SilentRank: rank {rank} of 3 has not answered for 3 s "
+        r"\(--step-timeout\): stopped or out of reach",
+        line,
+    )
+
+
+def test_rank_0_that_stops_before_it_is_ready_is_named_by_the_next() -> None:
+    (line,) = messages(fail("stopped_preparing", 0, 0.5))
+    assert re.fullmatch(
+        r"rank 1 of 3 on \S+: SilentRank: rank 0 of 3 has not been heard for 3 s "
+        r"\(--step-timeout\): stopped or out of reach",
+        line,
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_prepares_for_long_is_waited_for(rank: int) -> None:
+    ended = mpirun(WORLD, "pipeline.py", "prepares_long", rank, 0.5)
+    assert (ended.code, ended.stderr) == (0, "")
+    assert "together" in ended.stdout
+
+
 def test_a_job_that_idles_is_left_alone() -> None:
     ended = mpirun(WORLD, "pipeline.py", "idles", 0, 0.5)
     assert (ended.code, ended.stderr) == (0, "")
