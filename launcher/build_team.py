@@ -80,13 +80,15 @@ class BuildTeam:
 
 
 @contextmanager
-def build_world(rank: int | None = None) -> Iterator[World]:
+def build_world(purpose: str, rank: int | None = None) -> Iterator[World]:
     """The ranks that `mpirun` started, or this process alone where it builds for a `rank`.
+
+    purpose: the command; UserError if it is not the same on all ranks.
 
     Among several ranks whatever goes wrong on one ends all.
     """
     try:
-        world = join_world() if rank is None else join_world({})
+        world = join_world(purpose=purpose) if rank is None else join_world({})
     except UserError as error:
         if detect_launcher() is None:
             raise

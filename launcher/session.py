@@ -93,7 +93,7 @@ def open_session(
     ends all ranks prints its traceback.
     """
     try:
-        world = join_world()
+        world = join_world(purpose="generate")
     except UserError as error:
         if library:
             raise

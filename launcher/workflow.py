@@ -75,7 +75,7 @@ def gen_config_command(settings: BuildSettings, output: Path) -> int:
 
 def import_command(path: Path, stage: StageSettings, settings: ImportSettings) -> int:
     """Exports the model and writes the MLIR of one rank's partitions, or all."""
-    with build_world(settings.rank) as world:
+    with build_world("import", settings.rank) as world:
         settings = together(world, lambda: _in_world(settings, world))
         config, directory, cache = together(world, lambda: _opened(path, stage))
         team = form_team(world, directory, cache, config.digest())
@@ -107,7 +107,7 @@ def compile_directory_command(
 ) -> int:
     """Compiles what an import has written; `sharing` imports anew if it was another."""
     _check_report(time_report)
-    with build_world() as world:
+    with build_world("compile") as world:
         config, directory, cache = together(world, lambda: _opened(path, stage))
         team = form_team(world, directory, cache, config.digest())
         manifest = together(world, directory.read_manifest)
@@ -149,7 +149,7 @@ def build_command(
     """All stages: configuration, export, import, structural check, weights, compile."""
     started = time.perf_counter()
     _check_report(time_report)
-    with build_world(imports.rank) as world:
+    with build_world("build", imports.rank) as world:
         imports = together(world, lambda: _in_world(imports, world))
         config = together(world, lambda: resolve_config(settings))
         root = stage.build_dir or Path("build") / Path(config.spec).stem

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,14 @@ class World:
         return len(self.neighbours)
 
 
-def join_world(environ: Mapping[str, str] = os.environ) -> World:
+def join_world(environ: Mapping[str, str] = os.environ, purpose: str = "") -> World:
     """Meet the other ranks (every rank calls this once) and return this rank's place among them.
+
+    purpose: what this rank is there for, in a word or two; the same on all.
 
     Without a launcher, or with one that started a single rank, no MPI library is loaded. Raises
     UserError if a launcher started several ranks and mpi4py is missing, finds no MPI library, or
-    belongs to another MPI than the launcher.
+    belongs to another MPI than the launcher; on all ranks, if their purposes differ.
     """
     launcher = detect_launcher(environ)
     hostname = socket.gethostname()
@@ -65,8 +67,10 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
     # Only here, since a world of one does without.
     from buddy_pipeline.ranks.exchange import all_gather
 
-    everyone = all_gather(comm, (hostname, available_cores()), tuple[str, frozenset[int]])
-    local = [other for other, (host, _) in enumerate(everyone) if host == hostname]
+    mine = (hostname, available_cores(), purpose)
+    everyone = all_gather(comm, mine, tuple[str, frozenset[int], str])
+    _check_purposes([theirs for _, _, theirs in everyone])
+    local = [other for other, (host, _, _) in enumerate(everyone) if host == hostname]
     local_rank = local.index(rank)
     return World(
         rank=rank,
@@ -77,6 +81,16 @@ def join_world(environ: Mapping[str, str] = os.environ) -> World:
         comm=comm,
         cores=core_share([everyone[other][1] for other in local], local_rank),
     )
+
+
+def _check_purposes(purposes: Sequence[str]) -> None:
+    """Raises UserError if the ranks of one job do not want the same: they would never meet."""
+    for rank, purpose in enumerate(purposes):
+        if purpose != purposes[0]:
+            raise UserError(
+                f"rank 0 was started to {purposes[0]} and rank {rank} to {purpose}: give all ranks"
+                " of an mpirun the same command"
+            )
 
 
 def _load_mpi(launcher: Launcher) -> Any:

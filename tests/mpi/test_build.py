@@ -232,3 +232,13 @@ def test_mistakes_on_several_ranks_are_one_line(make: Callable[[str], Built]) ->
     build = ["build", *built.model, "--build-dir", blocked / "build"]
     line = refusal(buddy_pipeline(*build, ranks=2, cache=built.cache))
     assert f"build directory '{blocked / 'build'}' cannot be written" in line
+
+
+def test_ranks_that_were_started_for_different_things_say_so(make: Callable[[str], Built]) -> None:
+    built = make("built")
+    config = built.root / "config.json"
+    assert buddy_pipeline("gen-config", *built.model, "-o", config).code == 0
+    build = [COMMAND, "build", *built.model, "--build-dir", built.root, ":", "-n", 1, COMMAND]
+    ended = buddy_pipeline("compile", "--config", config, command=[MPIRUN, "-n", 1, *build])
+    line = "rank 0 was started to build and rank 1 to compile: give all ranks of an mpirun the same"
+    assert refusal(ended).startswith(line)
