@@ -176,12 +176,17 @@ class Stage:
         self._profile = profile  # keeps the tables that the record points to
         self._record[StepWord.PROFILE_STRIDE.value] = profile.stride
         self._record[StepWord.PROFILE_OTHER.value] = profile.other
-        self._record[StepWord.PROFILE.value] = profile.address
+        self.resume_profile()
         return profile
 
     def stop_profile(self) -> None:
         """Has the compiled code count nothing any more."""
         self._record[StepWord.PROFILE.value] = 0
+
+    def resume_profile(self) -> None:
+        """Has it count on, in the tables of before."""
+        assert self._profile is not None
+        self._record[StepWord.PROFILE.value] = self._profile.address
 
     def _bind(
         self,
