@@ -51,8 +51,9 @@ define void @probe() {
 def chosen_target(triple: str | None, cpu: str | None, features: str | None) -> Target:
     """The target of `--target-triple`, `--target-cpu` and `--target-features`; this machine for
     whatever is not given, or a target with a name of its own (see `compile.target`)."""
-    if triple is None and features is None and (cpu is None or cpu in NAMED_TARGETS):
-        return named_target(cpu or "host")
+    alone = triple is None and features is None
+    if cpu == "" or (alone and (cpu is None or cpu in NAMED_TARGETS)):
+        return named_target("host" if cpu is None else cpu)
     host = host_target()
     default_cpu = host.cpu if triple is None else _GENERIC.get(triple.split("-")[0], "generic")
     return custom_target(triple or host.triple, cpu or default_cpu, features or "")

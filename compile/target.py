@@ -111,7 +111,7 @@ _LEVEL_FEATURES: dict[str, set[str]] = {
 
 def named_target(cpu: str) -> Target:
     """The target with a name of its own: `host` or one of NAMED_TARGETS; UserError for others."""
-    if cpu in ("", "host", "native"):
+    if cpu in ("host", "native"):
         return host_target()
     if cpu in NAMED_TARGETS:
         return NAMED_TARGETS[cpu]

@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from buddy_pipeline.launcher.answer import answer_all
 from buddy_pipeline.launcher.generate import Request, Token, check_prompt_length, generate
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence["Message"] | Sequence[int]
 """A text, the messages of a conversation, or token ids."""
+_Part = TypeVar("_Part")
 
 
 class Pipeline:
@@ -46,6 +47,8 @@ class Pipeline:
         """`check` and `library` are those of `open_session`."""
         self._open = lambda: open_session(settings, check, library=library)
         self._exit = ExitStack()
+        self._engine: Engine | None = None
+        self._tokenizer: Tokenizer | None = None
 
     @classmethod
     def from_spec(
@@ -73,6 +76,9 @@ class Pipeline:
         together. Under `mpirun` that, and any exception that leaves the block, ends the program on
         all ranks.
         """
+        check_kind("variant", variant, str | None)
+        check_kind("kv_cache_dtype", kv_cache_dtype, str | None)
+        check_kind("exact", exact, bool)
         settings = PipelineSettings(
             spec=str(spec),
             variant=variant,
@@ -80,7 +86,7 @@ class Pipeline:
             kv_cache_dtype=kv_cache_dtype,
             local_model=None if local_model is None else Path(local_model),
             threads=threads,
-            split=None if split is None else tuple(split),
+            split=_split(split),
             balance=_balance(balance),
             cache_dir=None if cache_dir is None else Path(cache_dir),
             max_sequences=max_sequences,
@@ -96,8 +102,7 @@ class Pipeline:
         with ExitStack() as stack:
             session = stack.enter_context(self._open())
             if session.engine is not None and session.tokenizer is not None:
-                self.engine: Engine = session.engine
-                self.tokenizer: Tokenizer = session.tokenizer
+                self._engine, self._tokenizer = session.engine, session.tokenizer
                 self._exit = stack.pop_all()
                 return self
             session.serve()
@@ -109,7 +114,18 @@ class Pipeline:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool | None:
+        self._engine = self._tokenizer = None
         return self._exit.__exit__(kind, error, traceback)
+
+    @property
+    def engine(self) -> Engine:
+        """Runs sequences; UserError outside the `with` block."""
+        return _open(self._engine)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's; UserError outside the `with` block."""
+        return _open(self._tokenizer)
 
     def generate(
         self,
@@ -168,6 +184,23 @@ class Pipeline:
                 ids = encode_messages(parts, self.tokenizer)
         check_prompt_length(len(ids), self.engine.context_length)
         return Request(ids, sampling, top_logits)
+
+
+def _open(part: _Part | None) -> _Part:
+    if part is None:
+        raise UserError("the pipeline is not open: use it inside its with block")
+    return part
+
+
+def _split(value: Sequence[int] | None) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Iterable):
+        raise UserError(f"split is {value!r}: give the number of layers of each rank")
+    counts = tuple(value)
+    for count in counts:
+        check_kind("split", count, int)
+    return counts
 
 
 def _balance(value: Balance | str) -> Balance:

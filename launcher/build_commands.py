@@ -112,7 +112,10 @@ def compile_model(
 ) -> int:
     """Fills the object cache for one rank of a spec, or compiles a build directory."""
     if (spec is None) == (config is None):
-        raise UserError("compile needs --spec, or --config of a build directory: give one of them")
+        raise UserError(
+            "compile needs --spec, or --config with the configuration of a build directory: "
+            "give one of them"
+        )
     if config is not None:
         from buddy_pipeline.compile.granularity import Sharing
         from buddy_pipeline.launcher.workflow import compile_directory_command

@@ -103,7 +103,8 @@ def resolve_model(settings: ModelSettings) -> ResolvedModel:
             path, found, model.formats, model.context, model.layers, model.defaults
         )
     config = read_config(path)
-    formats = _with_cache(known_variant(settings.variant or spec.variant), settings, spec)
+    asked = spec.variant if settings.variant is None else settings.variant
+    formats = _with_cache(known_variant(asked), settings, spec)
     context = _context(spec, config)
     defaults = spec_defaults(spec, context)
     return ResolvedModel(path, config, formats, context, _layers(config), defaults)
@@ -130,7 +131,9 @@ def _formats(settings: ModelSettings, spec: Spec, checkpoint: Checkpoint) -> Var
     """The variant asked for, on the command line, by a directory that is quantised already, or by
     the spec; and which linears it quantises."""
     done = checkpoint.quantisation
-    asked = settings.variant or (done.variant if done else spec.variant)
+    asked = settings.variant
+    if asked is None:
+        asked = done.variant if done else spec.variant
     formats = as_stored(known_variant(asked), checkpoint, settings.exact)
     if spec.weights_override is not None:
         own = known_variant(spec.variant)
@@ -150,7 +153,9 @@ def _formats(settings: ModelSettings, spec: Spec, checkpoint: Checkpoint) -> Var
 
 def _with_cache(formats: Variant, settings: ModelSettings, spec: Spec) -> Variant:
     """The formats with the cache's type that was asked for."""
-    cache = settings.kv_cache_dtype or spec.kv_cache_dtype
+    cache = settings.kv_cache_dtype
+    if cache is None:
+        cache = spec.kv_cache_dtype
     return formats if cache is None else replace(formats, cache=known_cache_type(cache))
 
 

@@ -173,7 +173,11 @@ Jobs = Annotated[
 ]
 TargetCpu = Annotated[
     str | None,
-    _option(_PIPELINE, "LLVM's name of the CPU; default this machine's.", metavar="CPU"),
+    _option(
+        _PIPELINE,
+        "CPU to compile for: our name or, in a build directory, LLVM's; default this machine's.",
+        metavar="CPU",
+    ),
 ]
 
 QuantizedOutput = Annotated[

@@ -10,6 +10,7 @@ _KINDS: dict[Any, tuple[str, tuple[type, ...]]] = {
     int | None: ("a whole number or null", (Integral, type(None))),
     float: ("a number", (Real,)),
     bool: ("true or false", (bool,)),
+    str | None: ("a text or null", (str, type(None))),
 }
 
 

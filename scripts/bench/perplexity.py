@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from benchkit.child import run_in_child
-from benchkit.command import check_json_path, main
+from benchkit.command import check_json_path, main, team_sizes
 from benchkit.contestants import ModelChoice
 from benchkit.perplexity import combine, score_window, windows
 from benchkit.report import describe, machine, table, write_json
@@ -58,6 +58,8 @@ def perplexity(
     forms: list[str | None] = [*variant] if variant else [None]
     if against_f32:
         forms.insert(0, _BASE)
+    if threads is not None:
+        team_sizes(str(threads))
     content = _read(text)
     choices = {}
     for form in forms:

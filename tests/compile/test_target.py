@@ -20,11 +20,11 @@ NAMES = ["x86-64-v4", "x86-64-v3", "aarch64", "riscv64", "host"]
 on_each_target = pytest.mark.parametrize("target", [named_target(n) for n in NAMES], ids=NAMES)
 
 
-def test_the_host_has_three_names() -> None:
-    assert named_target("host") == named_target("native") == named_target("") == host_target()
+def test_the_host_has_two_names() -> None:
+    assert named_target("host") == named_target("native") == host_target()
 
 
-@pytest.mark.parametrize("name", ["x86-64-v2", "znver9", "HOST", "aarch64 "])
+@pytest.mark.parametrize("name", ["x86-64-v2", "znver9", "HOST", "aarch64 ", ""])
 def test_a_name_that_is_not_known_is_answered_with_those_that_are(name: str) -> None:
     with pytest.raises(UserError) as error:
         named_target(name)

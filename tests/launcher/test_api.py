@@ -90,6 +90,14 @@ def test_another_rank_serves_and_leaves_the_program(session: FakeSession) -> Non
     assert session.served
 
 
+def test_a_pipeline_that_is_closed_says_so(session: FakeSession) -> None:
+    with Pipeline.from_spec("s") as pipeline:
+        assert pipeline.generate(["x"])
+    for use in (pipeline.generate, pipeline.stream):
+        with pytest.raises(UserError, match="the pipeline is not open"):
+            use(["x"] if use == pipeline.generate else "x")
+
+
 def test_one_text_in_place_of_a_list_of_prompts_is_refused(session: FakeSession) -> None:
     with Pipeline.from_spec("s") as pipeline, pytest.raises(UserError, match="give a list of"):
         pipeline.generate("one text")
@@ -102,6 +110,12 @@ def test_one_text_in_place_of_a_list_of_prompts_is_refused(session: FakeSession)
         ({"max_sequences": 2.5}, "max_sequences is 2.5: it must be a whole number"),
         ({"kv_memory_bytes": "2G"}, "kv_memory_bytes is '2G': it must be a whole number"),
         ({"step_timeout_s": float("inf")}, "step_timeout_s is inf: it must be a finite number"),
+        ({"variant": 5}, "variant is 5: it must be a text"),
+        ({"variant": ["f32"]}, "variant is .'f32'.: it must be a text"),
+        ({"kv_cache_dtype": 5}, "kv_cache_dtype is 5: it must be a text"),
+        ({"exact": "no"}, "exact is 'no': it must be true or false"),
+        ({"split": 5}, "split is 5: give the number of layers of each rank"),
+        ({"split": ["a"]}, "split is 'a': it must be a whole number"),
         ({"balance": "fair"}, "balance is 'fair': give one of even, memory, measured"),
     ],
 )
