@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import fields
 from numbers import Integral
 from pathlib import Path
 from types import TracebackType
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from buddy_pipeline.launcher.answer import answer_all
 from buddy_pipeline.launcher.generate import Request, Token, check_prompt_length, generate
+from buddy_pipeline.launcher.nearest import nearest
 from buddy_pipeline.launcher.output import Result
 from buddy_pipeline.launcher.prompt import encode_messages, encode_text
 from buddy_pipeline.launcher.session import Check, open_session
@@ -142,7 +144,7 @@ class Pipeline:
         """
         if isinstance(prompts, str):  # each of its letters would be a prompt
             raise UserError(f"prompts is the text {prompts!r}: give a list of prompts")
-        options = SamplingOptions(**sampling)
+        options = _sampling(sampling)
         requests = [self.request(prompt, options, raw, top_logits) for prompt in prompts]
         results = dict(self.answers(requests))
         return [results[number] for number in range(len(requests))]
@@ -151,7 +153,7 @@ class Pipeline:
         self, prompt: Prompt, *, raw: bool = False, top_logits: int = 0, **sampling: Any
     ) -> Iterator[Token]:
         """The tokens of one answer, each as soon as it is sampled; arguments as for `generate`."""
-        request = self.request(prompt, SamplingOptions(**sampling), raw, top_logits)
+        request = self.request(prompt, _sampling(sampling), raw, top_logits)
         return generate(self.engine, self.tokenizer, request)
 
     def answers(
@@ -184,6 +186,14 @@ class Pipeline:
                 ids = encode_messages(parts, self.tokenizer)
         check_prompt_length(len(ids), self.engine.context_length)
         return Request(ids, sampling, top_logits)
+
+
+def _sampling(options: dict[str, Any]) -> SamplingOptions:
+    known = {field.name for field in fields(SamplingOptions)}
+    for name in options:
+        if name not in known:
+            raise UserError(f"option {name!r} is unknown: {nearest(name, known)}")
+    return SamplingOptions(**options)
 
 
 def _open(part: _Part | None) -> _Part:

@@ -68,6 +68,7 @@ def test_number_formats_are_those_of_the_command_line(session: FakeSession) -> N
         ([-1], {}, "token -1: tokens are numbers of 0 or more"),
         ([1, "x"], {}, "message 0 is 1: give an object"),
         (None, {}, "prompt is None: give a text, messages or token ids"),
+        ("x", {"max_tokns": 3}, "option 'max_tokns' is unknown: did you mean 'max_tokens'?"),
         ("x", {"top_logits": -1}, "top_logits is -1"),
         ("x", {"max_tokens": 2.5}, "max_tokens is 2.5: it must be a whole number"),
         ("x", {"temperature": "hot"}, "temperature is 'hot': it must be a number"),
