@@ -52,8 +52,8 @@ def chosen_target(triple: str | None, cpu: str | None, features: str | None) -> 
     """The target of `--target-triple`, `--target-cpu` and `--target-features`; this machine for
     whatever is not given, or a target with a name of its own (see `compile.target`)."""
     alone = triple is None and features is None
-    if cpu == "" or (alone and (cpu is None or cpu in NAMED_TARGETS)):
-        return named_target("host" if cpu is None else cpu)
+    if cpu == "" or (alone and cpu in (None, *NAMED_TARGETS)):
+        return named_target(cpu)
     host = host_target()
     default_cpu = host.cpu if triple is None else _GENERIC.get(triple.split("-")[0], "generic")
     return custom_target(triple or host.triple, cpu or default_cpu, features or "")

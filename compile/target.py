@@ -109,9 +109,12 @@ _LEVEL_FEATURES: dict[str, set[str]] = {
 }
 
 
-def named_target(cpu: str) -> Target:
-    """The target with a name of its own: `host` or one of NAMED_TARGETS; UserError for others."""
-    if cpu in ("host", "native"):
+def named_target(cpu: str | None) -> Target:
+    """The target with a name of its own, one of NAMED_TARGETS; `host` and None are this machine.
+
+    UserError for others.
+    """
+    if cpu in (None, "host", "native"):
         return host_target()
     if cpu in NAMED_TARGETS:
         return NAMED_TARGETS[cpu]

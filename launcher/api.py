@@ -122,12 +122,12 @@ class Pipeline:
     @property
     def engine(self) -> Engine:
         """Runs sequences; UserError outside the `with` block."""
-        return _open(self._engine)
+        return _inside(self._engine)
 
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's; UserError outside the `with` block."""
-        return _open(self._tokenizer)
+        return _inside(self._tokenizer)
 
     def generate(
         self,
@@ -196,7 +196,7 @@ def _sampling(options: dict[str, Any]) -> SamplingOptions:
     return SamplingOptions(**options)
 
 
-def _open(part: _Part | None) -> _Part:
+def _inside(part: _Part | None) -> _Part:
     if part is None:
         raise UserError("the pipeline is not open: use it inside its with block")
     return part

@@ -61,7 +61,7 @@ def compile_command(settings: CompileSettings) -> int:
     model = open_model(settings)
     ranges = layer_ranges(model.layers, settings.world, settings.split)
     role = block_role(settings.rank, settings.world)
-    target = named_target("host" if settings.target_cpu is None else settings.target_cpu)
+    target = named_target(settings.target_cpu)
     cache = Cache.open(settings.cache_dir)
     layers = ranges[settings.rank]
     with ObjectBuilder(target, cache, settings.jobs or default_jobs()) as builder:

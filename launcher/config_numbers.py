@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from buddy_pipeline.launcher.json_keys import is_count
 from buddy_pipeline.partition.errors import UserError
 
 
@@ -12,7 +13,7 @@ def first_number(config: dict[str, Any], names: Sequence[str]) -> int | None:
     for part in _parts(config):
         for name in names:
             value = part.get(name)
-            if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            if is_count(value, 1):
                 return value
     return None
 
@@ -23,7 +24,7 @@ def optional_size(config: dict[str, Any], name: str) -> int | None:
     for part in _parts(config):
         value = part.get(name)
         if value is not None:
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            if not is_count(value, 1):
                 raise UserError(
                     f"the model's config has {name} {value!r}: it must be a whole number of 1 or"
                     " more, as in the config.json that the model was saved with"

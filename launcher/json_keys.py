@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from buddy_pipeline.launcher.nearest import nearest
 from buddy_pipeline.partition.errors import UserError
@@ -44,7 +44,7 @@ def check_entries(
             raise UserError(f"{where} lacks the key {key!r}: add it")
 
 
-def is_count(value: Any, least: int, most: int | None = None) -> bool:
+def is_count(value: Any, least: int, most: int | None = None) -> TypeGuard[int]:
     """Whether a value is a whole number from `least` to `most`."""
     # JSON's true and false are ints to Python, never to the writer of a file.
     whole = isinstance(value, int) and not isinstance(value, bool)

@@ -78,10 +78,8 @@ class _Linear(LinearParts):
 
     def _few_tokens(self, rows: int) -> None:
         """`few_tokens_R(…)`: one tile of R tokens, packed `[K block][R][row_bytes]` in %a, over
-        panels low … high. Each runs through all of K while its outputs stay in L1.
-
-        One stream of weights: tiles of several panels read 83 to 92 % of what this reads (f32 and
-        bf16, Zen 4), and half of it with some GGUF formats.
+        panels low … high. Each runs through all of K while its outputs stay in L1; several panels
+        at once would be several streams of weights, which are read more slowly.
         """
         t = self.t
         with t.function(f"few_tokens_{rows}", _RANGE_ARGS, private=True):

@@ -53,7 +53,7 @@ class LinearTile:
             # Outputs of many tokens are in no near cache when the tile ends (1 to 2 % of it).
             for output in outputs if self._is_one_of_several else ():
                 t.prefetch(output, nearest=True, write=True)
-            chains = self._all_chains(self._start(outputs))
+            chains = self._fetching_chains(self._start(outputs))
             if form.scaled:
                 unscaled = chains
                 scaled = partial(self._scaled, unscaled)
@@ -84,7 +84,7 @@ class LinearTile:
 
         return self._t.choose("%first", begin, so_far, self._kinds)
 
-    def _all_chains(self, start: list[str]) -> list[str]:
+    def _fetching_chains(self, start: list[str]) -> list[str]:
         """A panel's only tile may fetch all of the next panel. Of several each fetches a part, at
         most half: all of it during the first would be a burst that holds up the tile itself (75 and
         83 % of the peak, f32 weights from memory), and without any they wait at each panel's start

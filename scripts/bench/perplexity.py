@@ -59,7 +59,7 @@ def perplexity(
     if against_f32:
         forms.insert(0, _BASE)
     if threads is not None:
-        team_sizes(str(threads))
+        team_sizes(str(threads))  # refuses more than there are cores, as in the other scripts
     content = _read(text)
     choices = {}
     for form in forms:
