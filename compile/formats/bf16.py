@@ -14,6 +14,7 @@ from buddy_pipeline.compile.formats.base import (
     accumulate,
     accumulate_pairs,
     interleave,
+    prefetch_ahead,
     row_bytes,
 )
 from buddy_pipeline.compile.mlir_text import Text
@@ -81,6 +82,7 @@ class Bf16:
         accumulators: list[str],
     ) -> list[str]:
         """One pair of k."""
+        prefetch_ahead(t, target, self, rows, base)
         lanes = target.lanes
         words = f"vector<{lanes}xi32>"
         pairs = [

@@ -172,11 +172,10 @@ class BlockFormat(ABC):
             columns = [self._column(t, target, base, number, v * target.lanes) for v in vectors]
             step = BLOCK // activation.block * activation.block_bytes
             at = t.gep(inputs, t.mul(number, t.constant(step)), "i8")
+            offset = t.mul(number, t.constant(self._block_bytes(target.panel)))
+            prefetch_ahead(t, target, self, rows, t.gep(base, offset, "i8"), self.blocks)
             if not isinstance(activation, IntegerBlocks):
                 return self._emit_products(t, target, rows, columns, at, chains)
-            offset = t.mul(number, t.constant(self._block_bytes(target.panel)))
-            size = self.unit_bytes(target.panel) // self.blocks
-            prefetch_ahead(t, target, self, rows, t.gep(base, offset, "i8"), size)
             return self._emit_dots(t, target, rows, columns, at, chains)
 
         if self.blocks == 1:

@@ -5,7 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from buddy_pipeline.compile.formats.activation import Activation, Plain
-from buddy_pipeline.compile.formats.base import RegisterUse, accumulate, interleave
+from buddy_pipeline.compile.formats.base import (
+    RegisterUse,
+    accumulate,
+    interleave,
+    prefetch_ahead,
+)
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
@@ -58,6 +63,7 @@ class F16:
         accumulators: list[str],
     ) -> list[str]:
         """One k: halves are widened (`vcvtph2ps`, `fcvtl`), then as f32."""
+        prefetch_ahead(t, target, self, rows, base)
         lanes = target.lanes
         weights = []
         for v in range(target.panel_vectors):

@@ -5,7 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from buddy_pipeline.compile.formats.activation import Activation, Plain
-from buddy_pipeline.compile.formats.base import RegisterUse, accumulate, interleave
+from buddy_pipeline.compile.formats.base import (
+    RegisterUse,
+    accumulate,
+    interleave,
+    prefetch_ahead,
+)
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
@@ -54,6 +59,7 @@ class F32:
         accumulators: list[str],
     ) -> list[str]:
         """One k: panel_vectors loads, one broadcast a row."""
+        prefetch_ahead(t, target, self, rows, base)
         vector = f"vector<{target.lanes}xf32>"
         weights = [
             t.load(t.gep(base, v * target.lanes), vector, target.lanes * 4)

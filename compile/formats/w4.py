@@ -22,6 +22,7 @@ from buddy_pipeline.compile.formats.base import (
     accumulate_pairs,
     interleave,
     places,
+    prefetch_ahead,
     row_bytes,
 )
 from buddy_pipeline.compile.formats.quantised_rows import Int4Rows, split_records
@@ -111,6 +112,7 @@ class W4:
         accumulators: list[str],
     ) -> list[str]:
         """One group."""
+        prefetch_ahead(t, target, self, rows, base)
         if target.bf16_dot:
             return self._pairs(t, target, rows, base, inputs, accumulators)
         return self._products(t, target, rows, base, inputs, accumulators)

@@ -15,6 +15,7 @@ from buddy_pipeline.compile.formats.base import (
     accumulate,
     accumulate_pairs,
     interleave,
+    prefetch_ahead,
     row_bytes,
 )
 from buddy_pipeline.compile.formats.quantised_rows import Int8Rows, split_records
@@ -73,6 +74,7 @@ class W8:
     ) -> list[str]:
         """Two k: bytes are sign-extended and converted (`vpmovsxbd`, `sxtl`), then as f32 or as
         the upper halves of f32."""
+        prefetch_ahead(t, target, self, rows, base)
         lanes = target.lanes
         bytes_, words = f"vector<{lanes}xi8>", f"vector<{lanes}xi32>"
         vector = f"vector<{lanes}xf32>"

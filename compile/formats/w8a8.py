@@ -86,8 +86,8 @@ class W8A8:
         columns = [
             self._column(t, target, base, v * target.lanes) for v in range(target.panel_vectors)
         ]
+        prefetch_ahead(t, target, self, rows, base)
         if isinstance(self.activation(target), IntegerBlocks):
-            prefetch_ahead(t, target, self, rows, base, self.unit_bytes(target.panel))
             return self._dots(t, target, rows, columns, inputs, accumulators)
         for group in range(GROUPS):
             values = [_values(column, group) for column in columns]

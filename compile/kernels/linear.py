@@ -36,7 +36,7 @@ def linear_scratch_bytes(target: Target, form: WeightFormat, depth: int) -> int:
     rows = max(BLOCK_TILES, blocks) * tile_rows(target, form)
     each = row_bytes(target, form.activation(target))
     if form.registers(target).matrix:
-        return matrix_scratch_bytes(target, BLOCK_TILES * tile_rows(target, form), each)
+        return matrix_scratch_bytes(target, BLOCK_TILES * tile_rows(target, form), each, depth)
     return rows * each
 
 

@@ -2,12 +2,13 @@
 
 from functools import partial
 
-from buddy_pipeline.compile.formats.base import activation_bytes, places, prefetch
+from buddy_pipeline.compile.formats.base import (
+    activation_bytes,
+    fetches_next_panel,
+    places,
+    prefetch,
+)
 from buddy_pipeline.compile.kernels.linear_parts import LinearParts, ceil_div
-
-#: A panel's only tile, if it multiplies each weight so often, has time to fetch the next panel
-#: beside its own work; others would only disturb the stream that they read.
-_FETCHING_PRODUCTS = 7
 
 #: Multiplications of a weight that are written out one after the other.
 _UNROLL = 8
@@ -90,8 +91,8 @@ class LinearTile:
         83 % of the peak, f32 weights from memory), and without any they wait at each panel's start
         (two tiles of 6 tokens on Q8_0 took 1.7 times as long as two of 7)."""
         t, whole = self._t, self._unit_bytes
-        products = self._rows * max(1, self._form.registers(self._target).temporaries)
-        alone = partial(self._chains, start, whole if products >= _FETCHING_PRODUCTS else 0)
+        fetches = fetches_next_panel(self._target, self._form, self._rows)
+        alone = partial(self._chains, start, whole if fetches else 0)
         if not self._is_one_of_several:
             return alone()
         one_of_several = partial(self._chains, start, whole // 2)

@@ -4,9 +4,10 @@ The unit takes packed panels of bf16 pairs as they are, and rows of bf16 activat
 tiles adds, to each output, the sum of its 16 products at even k and that of its 16 at odd k. That
 is its whole effect, whatever the other rows hold and however many there are, and tiles follow each
 other over K in order from the bias on; so here too a token's result is the same bits in any batch.
-One token and a thousand take the same way: with one row the unit still reads weights several times
-as fast as memory gives them.
+A few tokens are multiplied in vector registers to the same bits (see `matrix_few`).
 """
+
+from functools import partial
 
 from buddy_pipeline.compile.formats.base import MATRIX_ROWS, WeightFormat, prefetch
 from buddy_pipeline.compile.kernels.linear_parts import (
@@ -15,6 +16,13 @@ from buddy_pipeline.compile.kernels.linear_parts import (
     LinearParts,
     ceil_div,
     linear_name,
+)
+from buddy_pipeline.compile.kernels.matrix_few import (
+    MOST_FEW,
+    FewTokens,
+    call_few_tokens,
+    emit_round_rows,
+    few_tokens_bytes,
 )
 from buddy_pipeline.compile.kernels.matrix_tiles import (
     CONFIG_BYTES,
@@ -52,10 +60,12 @@ _PAD_ARGS = [("w", "!llvm.ptr"), ("to", "!llvm.ptr"), ("depth", "i64")]
 _BIAS_ARGS = [("bias", "!llvm.ptr"), ("c", "!llvm.ptr"), ("ldc", "i64"), ("rows", "i64")]
 
 
-def matrix_scratch_bytes(target: Target, rows: int, row_bytes: int) -> int:
-    """Bytes of scratch per thread: `rows` packed rows, configurations, and padded weights."""
+def matrix_scratch_bytes(target: Target, rows: int, row_bytes: int, depth: int) -> int:
+    """Bytes of scratch per thread: `rows` packed rows, configurations, and padded weights; or all
+    of K = `depth` for few tokens."""
     ends = _FEW_PANELS * _weight_bytes(target)
-    return rows * row_bytes + len(_CONFIGS) * CONFIG_BYTES + ends
+    tiles = rows * row_bytes + len(_CONFIGS) * CONFIG_BYTES + ends
+    return max(tiles, few_tokens_bytes(depth))
 
 
 def _weight_bytes(target: Target) -> int:
@@ -83,6 +93,10 @@ class MatrixLinear(LinearParts):
         self.emit_copy_rows()
         self._pad_weights()
         self._begin_with_bias()
+        self._in_tiles()
+        emit_round_rows(self)
+        for rows in range(1, MOST_FEW + 1):
+            FewTokens(self, rows).emit()
         self._entry()
         return self.t
 
@@ -190,9 +204,19 @@ class MatrixLinear(LinearParts):
             t.line("return")
 
     def _entry(self) -> None:
-        """The kernel: blocks of tokens × K; the team shares (token block, panel) units."""
-        t, target = self.t, self.target
+        """The kernel: chooses by token count who computes what."""
+        t = self.t
         with t.function(linear_name(self.form), SIGNATURE):
+            few = range(1, MOST_FEW + 1)
+            t.switch("%tokens", {rows: partial(call_few_tokens, self, rows) for rows in few})
+            with t.when(t.compare("ugt", "%tokens", t.constant(MOST_FEW))):
+                t.call("in_tiles", [(f"%{name}", kind) for name, kind in SIGNATURE])
+            t.line("return")
+
+    def _in_tiles(self) -> None:
+        """`in_tiles(…)`: blocks of tokens × K; the team shares (token block, panel) units."""
+        t, target = self.t, self.target
+        with t.function("in_tiles", SIGNATURE, private=True):
             zero, one, block = t.constant(0), t.constant(1), self.block()
             panel_size = self.panel_bytes()
             blocks = ceil_div(t, "%tokens", self.tile_rows * BLOCK_TILES)

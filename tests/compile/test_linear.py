@@ -112,6 +112,19 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(
         assert_same_bits(got, alone[:tokens])
 
 
+@in_each_float_form
+@pytest.mark.parametrize("scale", [1e-20, 1e-38])
+def test_tiny_products_have_the_same_bits_in_any_batch(form: str, scale: float) -> None:
+    """Products, sums and elements below the least normal number, on the host's own units."""
+    x, weight, bias = random_case(40, 611, 71)
+    tiny = np.float32(scale), np.float32(1e-19), np.float32(1e-39)
+    x, weight, bias = x * tiny[0], weight * np.exp(4 * weight) * tiny[1], bias * tiny[2]
+    many = run_linear(host(), x, weight, bias, form=form)
+    for tokens in range(1, 6):
+        got = run_linear(host(), x[:tokens], weight, bias, form=form)
+        assert_same_bits(got, many[:tokens])
+
+
 @in_each_form
 @given(sizes, st.integers(1, 4), st.data())
 def test_other_tokens_and_teams_change_no_bit(
