@@ -32,12 +32,12 @@ from buddy_pipeline.compile.target import Target
 
 def linear_scratch_bytes(target: Target, form: WeightFormat, depth: int) -> int:
     """Bytes of scratch per thread that the kernel needs for K = `depth`."""
-    blocks = -(-depth // most_depth(target, form, form.activation(target)))
-    rows = max(BLOCK_TILES, blocks) * tile_rows(target, form)
-    each = row_bytes(target, form.activation(target))
     if form.registers(target).matrix:
-        return matrix_scratch_bytes(target, BLOCK_TILES * tile_rows(target, form), each, depth)
-    return rows * each
+        return matrix_scratch_bytes(target, depth)
+    activation = form.activation(target)
+    blocks = -(-depth // most_depth(target, form, activation))
+    rows = max(BLOCK_TILES, blocks) * tile_rows(target, form)
+    return rows * row_bytes(target, activation)
 
 
 def emit_linear(target: Target, form: WeightFormat) -> str:

@@ -100,17 +100,25 @@ class LinearParts:
         return first, t.compare("eq", t.add(k, depth), "%depth")
 
     def block(self) -> str:
-        """Depth of the cache blocks over K: as few as fit, of one size but for the last."""
+        """Depth of the cache blocks over K."""
+        return self.even_part("%depth", self.t.constant(self.most_depth))
+
+    def even_part(self, total: str, most: str) -> str:
+        """Depth of parts of `total`, at most `most` each: as few as fit, of one size but for the
+        last."""
         t = self.t
         step = depth_step(self.form, self.activation)
-        count = ceil_div(t, "%depth", self.most_depth)
-        even = t.binary("arith.ceildivui", "%depth", t.binary("arith.maxui", count, t.constant(1)))
+        count = t.binary("arith.ceildivui", total, most)
+        even = t.binary("arith.ceildivui", total, t.binary("arith.maxui", count, t.constant(1)))
         return t.mul(ceil_div(t, even, step), t.constant(step))
 
     def block_depth(self, k: str, block: str) -> str:
         """Depth of the K block that starts at k."""
-        left = self.t.binary("arith.subi", "%depth", k)
-        return self.t.binary("arith.minui", left, block)
+        return self.part_length(k, block, "%depth")
+
+    def part_length(self, start: str, part: str, total: str) -> str:
+        """Depth of the part of `total` that begins at `start`."""
+        return self.t.binary("arith.minui", self.t.binary("arith.subi", total, start), part)
 
     def bias_at(self, panel: str) -> str:
         """Address of the bias of `panel`, or null when there is none."""

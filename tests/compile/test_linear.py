@@ -113,6 +113,16 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(
 
 
 @in_each_float_form
+def test_depths_that_are_packed_in_parts_change_no_bit(form: str) -> None:
+    x, weight, bias = random_case(300, 3850, 71)
+    many = run_linear(host(), x, weight, bias, form=form)
+    for first, last in ((0, 1), (0, 3), (7, 23), (40, 90)):
+        assert_same_bits(
+            run_linear(host(), x[first:last], weight, bias, form=form), many[first:last]
+        )
+
+
+@in_each_float_form
 @pytest.mark.parametrize("scale", [1e-20, 1e-38])
 def test_tiny_products_have_the_same_bits_in_any_batch(form: str, scale: float) -> None:
     """Products, sums and elements below the least normal number, on the host's own units."""

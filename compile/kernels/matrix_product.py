@@ -1,0 +1,128 @@
+"""Products of tiles: 16 or 32 tokens by one or two panels of outputs over a block of K."""
+
+from buddy_pipeline.compile.formats.base import MATRIX_ROWS, prefetch
+from buddy_pipeline.compile.kernels.linear_parts import LinearParts
+from buddy_pipeline.compile.kernels.matrix_pack import (
+    PACKED_STEP,
+    PACKED_TILE,
+    has_rest,
+    weight_step,
+)
+from buddy_pipeline.compile.kernels.matrix_tiles import (
+    SUMS,
+    TILE_DEPTH,
+    TILE_ROW_BYTES,
+    TOKENS,
+    WEIGHTS,
+    WIDE,
+    emit_unit,
+)
+from buddy_pipeline.compile.mlir_text import CACHE_LINE
+
+#: In place of a number of lines: a product that reads its weights from memory itself.
+STREAM = -1
+
+_ARGS = [
+    ("a", "!llvm.ptr"),
+    ("w", "!llvm.ptr"),
+    ("wstride", "i64"),
+    ("wend", "!llvm.ptr"),
+    ("c", "!llvm.ptr"),
+    ("ldc", "i64"),
+    ("depth", "i64"),
+    ("goes_on", "i1"),
+    ("ahead", "!llvm.ptr"),
+]
+
+
+class MatrixProduct:
+    """Writes `product_R_P_F(a, w, wstride, wend, c, ldc, depth, goes_on, ahead)`: c (+)= a · w for
+    R tiles of as many tokens as the configuration says, and P panels, `wstride` bytes apart.
+
+    `a` are packed steps of K, `wend` holds the panels' weights of the last depth % 32; `goes_on`
+    says whether sums start from c. With each step F lines at `ahead` are asked for, a step of
+    weights after the other.
+    """
+
+    def __init__(self, parts: LinearParts, rows: int, panels: int, fetched: int) -> None:
+        self._t, self._target = parts.t, parts.target
+        self._rows, self._panels, self._fetched = rows, panels, fetched
+        self._places = [(r, p, v) for r in range(rows) for p in range(panels) for v in range(WIDE)]
+        self._sums = dict(zip(self._places, SUMS[: len(self._places)], strict=True))
+        self._step_bytes = weight_step(parts.target)
+
+    def emit(self) -> None:
+        """The function."""
+        t, size = self._t, self._step_bytes
+        with t.function(_name(self._rows, self._panels, self._fetched), _ARGS, private=True):
+            outputs, stride = self._outputs(), (t.mul("%ldc", t.constant(4)), "i64")
+
+            def load() -> list[str]:
+                for register, place in outputs.items():
+                    emit_unit(t, "tileloadd64", register, (place, "!llvm.ptr"), stride)
+                return []
+
+            def clear() -> list[str]:
+                for register in outputs:
+                    emit_unit(t, "tilezero", register)
+                return []
+
+            t.choose("%goes_on", load, clear, [])
+            streams = ["%w", t.gep("%w", "%wstride", "i8")][: self._panels]
+            whole = t.binary("arith.divui", "%depth", t.constant(TILE_DEPTH))
+            with t.loop(t.constant(0), whole, t.constant(1)) as k:
+                offset = t.mul(k.index, t.constant(size))
+                weights = [t.gep(stream, offset, "i8") for stream in streams]
+                self._fetch(weights, t.gep("%ahead", offset, "i8"))
+                self._step(k.index, weights)
+            with t.when(has_rest(t, "%depth")):
+                self._step(whole, [t.gep("%wend", p * size, "i8") for p in range(self._panels)])
+            for register, place in outputs.items():
+                emit_unit(t, "tilestored64", register, (place, "!llvm.ptr"), stride)
+            t.line("return")
+
+    def _outputs(self) -> dict[int, str]:
+        """Where the sums of each register belong."""
+        t = self._t
+        tiles = ["%c", t.gep("%c", t.mul("%ldc", t.constant(MATRIX_ROWS)))]
+        return {
+            register: t.gep(tiles[r], p * self._target.panel + v * MATRIX_ROWS)
+            for (r, p, v), register in self._sums.items()
+        }
+
+    def _fetch(self, weights: list[str], ahead: str) -> None:
+        """Asks for weights: half a step ahead of a stream, where memory is the limit (further
+        ahead it gives less)."""
+        if self._fetched != STREAM:
+            prefetch(self._t, ahead, self._fetched * CACHE_LINE)
+            return
+        for place in weights:
+            later = self._t.gep(place, self._step_bytes // 2, "i8")
+            prefetch(self._t, later, self._step_bytes)
+
+    def _step(self, number: str, weights: list[str]) -> None:
+        """32 k: tile `number` of the rows by the panels' weights."""
+        t = self._t
+        row_stride = (t.constant(TILE_ROW_BYTES), "i64")
+        weight_stride = (t.constant(4 * self._target.panel), "i64")
+        a = t.gep("%a", t.mul(number, t.constant(PACKED_STEP)), "i8")
+        for r in range(self._rows):
+            place = (t.gep(a, r * PACKED_TILE, "i8"), "!llvm.ptr")
+            emit_unit(t, "tileloadd64", TOKENS[r], place, row_stride)
+        for p, v in dict.fromkeys((p, v) for _, p, v in self._places):
+            place = (t.gep(weights[p], v * TILE_ROW_BYTES, "i8"), "!llvm.ptr")
+            emit_unit(t, "tileloadd64", WEIGHTS[v], place, weight_stride)
+            for r in range(self._rows):
+                emit_unit(t, "tdpbf16ps", self._sums[r, p, v], TOKENS[r], WEIGHTS[v])
+
+
+def call_product(
+    parts: LinearParts, rows: int, panels: int, fetched: int, values: list[str]
+) -> None:
+    """Calls the product; `values` in the order of its arguments."""
+    kinds = [kind for _, kind in _ARGS]
+    parts.t.call(_name(rows, panels, fetched), list(zip(values, kinds, strict=True)))
+
+
+def _name(rows: int, panels: int, fetched: int) -> str:
+    return f"product_{rows}_{panels}_{'stream' if fetched == STREAM else fetched}"
