@@ -15,6 +15,7 @@ from buddy_pipeline.compile.formats.base import (
     most_depth,
     row_bytes,
     tile_rows,
+    weights_ahead,
 )
 from buddy_pipeline.compile.kernels.linear_parts import (
     BLOCK_TILES,
@@ -96,7 +97,7 @@ class _Linear(LinearParts):
                     a = t.gep("%a", t.mul(number, t.constant(rows * self.row_bytes)), "i8")
                     wk = self.weights_at(scales, k.index)
                     ends = self.ends(k.index, depth)
-                    ahead = t.gep(wk, panel_size, "i8")
+                    ahead = weights_ahead(t, self.target, wk, panel_size)
                     call = [a, wk, c, "%ldo", depth, bias, scales, *ends, ahead, unit]
                     call_tile(self, rows, call)
             t.line("return")

@@ -4,7 +4,7 @@ from functools import partial
 
 from buddy_pipeline.compile.formats.base import (
     activation_bytes,
-    fetches_next_panel,
+    fetches_for_itself,
     places,
     prefetch,
 )
@@ -86,12 +86,12 @@ class LinearTile:
         return self._t.choose("%first", begin, so_far, self._kinds)
 
     def _fetching_chains(self, start: list[str]) -> list[str]:
-        """A panel's only tile may fetch all of the next panel. Of several each fetches a part, at
+        """A panel's only tile may fetch all that comes later. Of several each fetches a part, at
         most half: all of it during the first would be a burst that holds up the tile itself (75 and
         83 % of the peak, f32 weights from memory), and without any they wait at each panel's start
         (two tiles of 6 tokens on Q8_0 took 1.7 times as long as two of 7)."""
         t, whole = self._t, self._unit_bytes
-        fetches = fetches_next_panel(self._target, self._form, self._rows)
+        fetches = fetches_for_itself(self._target, self._form, self._rows)
         alone = partial(self._chains, start, whole if fetches else 0)
         if not self._is_one_of_several:
             return alone()
