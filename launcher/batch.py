@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from io import TextIOWrapper
+from io import FileIO, TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from buddy_pipeline.launcher.api import Pipeline
-from buddy_pipeline.launcher.batch_lines import Id, Line, finished_ids, read_lines
+from buddy_pipeline.launcher.batch_lines import Id, Line, finished, read_lines
 from buddy_pipeline.launcher.generate import Request
 from buddy_pipeline.launcher.output import Result, result_fields
 from buddy_pipeline.launcher.paths import check_writable
@@ -34,22 +35,25 @@ def batch_command(settings: BatchSettings) -> int:
         with _open_input(settings.input):
             check_writable("--output", settings.output)
             _check_files(settings.input, settings.output)
-            finished_ids(settings.output)
+            if settings.output.exists():
+                with _open_output(settings.output):
+                    finished(settings.output)
 
-    with Pipeline(settings, check) as pipeline, _open_input(settings.input) as texts:
+    with (
+        Pipeline(settings, check) as pipeline,
+        _open_input(settings.input) as texts,
+        _open_output(settings.output) as output,
+    ):
         started = time.perf_counter()
-        done = finished_ids(settings.output)
+        done = finished(settings.output)
         total = sum(1 for text in texts if text.strip())
         texts.seek(0)
         lines = read_lines(texts, pipeline.tokenizer, pipeline.engine.context_length, done)
-        with (
-            _open_output(settings.output) as output,
-            typer.progressbar(length=total, label="batch", file=sys.stderr) as bar,
-        ):
+        with typer.progressbar(length=total, label="batch", file=sys.stderr) as bar:
             bar.update(len(done))
             batch = _Batch(lines, bar)
             for number, result in pipeline.answers(batch.requests()):
-                write_result(output, batch.ids.pop(number), result)
+                _write_result(output, batch.ids.pop(number), result)
                 batch.count(result)
         seconds = time.perf_counter() - started
     if settings.stats:
@@ -57,10 +61,18 @@ def batch_command(settings: BatchSettings) -> int:
     return 1 if batch.bad else 0
 
 
-def write_result(output: TextIO, id: Id, result: Result) -> None:
+def _write_result(output: FileIO, id: Id, result: Result) -> None:
     """Writes one line in one piece, so that an interruption leaves whole lines behind."""
-    output.write(json.dumps({"id": id, **result_fields(result)}, ensure_ascii=False) + "\n")
-    output.flush()
+    line = json.dumps({"id": id, **result_fields(result)}, ensure_ascii=False) + "\n"
+    left = line.encode()
+    try:
+        while left:  # a full disk takes a part; the next piece says why
+            left = left[output.write(left) :]
+    except OSError as error:
+        raise UserError(
+            f"--output {output.name} cannot be written: {error.strerror}; make room and run"
+            " the same command again, which keeps the results so far"
+        ) from None
 
 
 @dataclass
@@ -128,8 +140,19 @@ def _check_files(input: Path, output: Path) -> None:
         raise UserError(f"--output {output} is also the --input: give results a file of their own")
 
 
-def _open_output(path: Path) -> TextIO:
+def _open_output(path: Path) -> FileIO:
+    """The file to append to, which is this batch's alone until it is closed."""
     try:
-        return open(path, "a", encoding="utf-8")
+        output = FileIO(path, "a")
     except OSError as error:
         raise UserError(f"--output {path} cannot be written: {error.strerror}") from None
+    try:
+        fcntl.flock(output, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        output.close()
+        raise UserError(
+            f"--output {path} is that of a batch that is running: give results a file of their own"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+    return output

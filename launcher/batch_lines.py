@@ -8,8 +8,9 @@ and the fields that `--json` writes.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,12 +41,13 @@ class Line:
 
 
 def read_lines(
-    texts: Iterable[str], tokenizer: Tokenizer, context: int, done: set[Id]
+    texts: Iterable[str], tokenizer: Tokenizer, context: int, done: Mapping[Id, bytes | None]
 ) -> Iterator[Line | UserError]:
-    """The lines of an input, one after the other as they are wanted, without those that are done.
+    """The lines of an input, one after the other as they are wanted, without those that are done
+    (see `finished`).
 
-    An error in place of a line says what is wrong with it, starting with its number. Empty lines
-    are passed over.
+    An error in place of a line says what is wrong with it, starting with its number; so does a line
+    that was done with another prompt. Empty lines are passed over.
     """
     seen: dict[Id, int] = {}
     for number, text in enumerate(texts, start=1):
@@ -57,14 +59,21 @@ def read_lines(
             if id in seen:
                 raise UserError(f"id {id!r} is that of line {seen[id]}: give each its own")
             seen[id] = number
+            request = _request(line, tokenizer, context)
             if id not in done:
-                yield Line(id, _request(line, tokenizer, context))
+                yield Line(id, request)
+            elif done[id] not in (None, _digest(request.prompt_ids)):
+                raise UserError(
+                    f"id {id!r} is done in the output, for another prompt: give this line another"
+                    " id, or results a new file"
+                )
         except UserError as error:
             yield UserError(f"line {number}: {error}")
 
 
-def finished_ids(path: Path) -> set[Id]:
-    """The ids of the results in an output file, if there is one.
+def finished(path: Path) -> dict[Id, bytes | None]:
+    """The ids of the results in an output file, if there is one, and a digest of the prompt of
+    each, None where the file does not say it.
 
     A last line that was cut off when it was written is removed from the file. Raises UserError
     for a file that holds something else than results.
@@ -72,14 +81,15 @@ def finished_ids(path: Path) -> set[Id]:
     try:
         content = path.read_bytes()
     except FileNotFoundError:
-        return set()
+        return {}
     except OSError as error:
         raise UserError(f"--output {path} cannot be read: {error.strerror}") from None
     whole = content[: content.rfind(b"\n") + 1]
-    ids: set[Id] = set()
+    found: dict[Id, bytes | None] = {}
     for number, text in enumerate(whole.splitlines(), start=1):
         try:
-            ids.add(_id(_parse(text.decode())))
+            line = _parse(text.decode())
+            found[_id(line)] = _digest(line["prompt_ids"]) if "prompt_ids" in line else None
         except (UserError, UnicodeDecodeError):
             raise UserError(
                 f"--output {path} has no result in line {number}: give the file of an earlier run"
@@ -88,12 +98,20 @@ def finished_ids(path: Path) -> set[Id]:
     if len(whole) < len(content):
         with open(path, "r+b") as file:
             file.truncate(len(whole))
-    return ids
+    return found
+
+
+def _digest(prompt_ids: object) -> bytes:
+    """Of token ids, as a file or a request has them."""
+    return hashlib.blake2b(json.dumps(prompt_ids).encode(), digest_size=16).digest()
 
 
 def _parse(text: str) -> dict[str, Any]:
     try:
+        text.encode()
         line = json.loads(text)
+    except UnicodeEncodeError:  # bytes that are no text were read as lone surrogates
+        raise UserError("not UTF-8: save the file as that") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"not valid JSON: {error}") from None
     if not isinstance(line, dict):

@@ -39,6 +39,10 @@ class World:
         return len(self.neighbours)
 
 
+#: Whether this process has met the other ranks of its job.
+_has_met = False
+
+
 def join_world(environ: Mapping[str, str] = os.environ, purpose: str = "") -> World:
     """Meet the other ranks (every rank calls this once) and return this rank's place among them.
 
@@ -46,14 +50,21 @@ def join_world(environ: Mapping[str, str] = os.environ, purpose: str = "") -> Wo
 
     Without a launcher, or with one that started a single rank, no MPI library is loaded. Raises
     UserError if a launcher started several ranks and mpi4py is missing, finds no MPI library, or
-    belongs to another MPI than the launcher; on all ranks, if their purposes differ.
+    belongs to another MPI than the launcher; if this rank has met the others before, who would not
+    come again; on all ranks, if their purposes differ.
     """
+    global _has_met
     launcher = detect_launcher(environ)
     hostname = socket.gethostname()
     if launcher is None or launcher.size == 1:
         cores = core_share([available_cores()], 0)
         return World(0, 1, 0, (0,), hostname, None, cores)
     mpi = _load_mpi(launcher)
+    if _has_met:
+        raise UserError(
+            "a program of several ranks has one pipeline, at whose end ranks other than 0 leave:"
+            " keep it open for all that there is to do"
+        )
     comm = mpi.COMM_WORLD
     if launcher.size is not None and comm.Get_size() != launcher.size:
         library = " ".join(mpi.Get_library_version().split("\n")[0].split())
@@ -63,6 +74,7 @@ def join_world(environ: Mapping[str, str] = os.environ, purpose: str = "") -> Wo
             "or install mpi4py for the launcher's MPI"
         )
     comm = comm.Dup()
+    _has_met = True
     rank = comm.Get_rank()
     # Only here, since a world of one does without.
     from buddy_pipeline.ranks.exchange import all_gather

@@ -179,9 +179,9 @@ def fetches_for_itself(target: Target, form: WeightFormat, rows: int) -> bool:
     return rows * max(1, form.registers(target).temporaries) >= _FETCHING_PRODUCTS
 
 
-def weights_ahead(t: Text, target: Target, place: str, panel_bytes: str) -> str:
-    """What a panel's only tile asks for while it multiplies the weights at `place`."""
-    further = panel_bytes if _looks_ahead_itself(target) else t.constant(_FURTHER_AHEAD)
+def weights_ahead(t: Text, target: Target, place: str, panel_size: str) -> str:
+    """What a panel's only tile, if it has the time, asks for beside the weights at `place`."""
+    further = panel_size if _looks_ahead_itself(target) else t.constant(_FURTHER_AHEAD)
     return t.gep(place, further, "i8")
 
 

@@ -1,7 +1,7 @@
 """The linear kernel: out = x · Wᵀ + bias on packed weights, for any number of tokens.
 
 Weights lie in panels of `Target.panel` outputs side by side over all of K, in a weight format (see
-`formats`), so that one token streams them once and many tokens reuse a panel from cache. Every
+`formats`), so that one token streams them once and many tokens reuse a panel from cache. Here every
 output is one chain of multiply-adds over k = 0, 1, …, K-1, started from the bias (from zero where
 the format has a scale for each output: chain · scale + bias is the last step): tiles, cache blocks
 and threads only decide who computes which chain, so results are bit-identical for any token count

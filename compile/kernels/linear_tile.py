@@ -33,8 +33,9 @@ class LinearTile:
     c[R][panel] (+)= a · w, for R = `rows` tokens.
 
     Rows of `a` are `row_bytes` apart; `first` says whether chains begin or go on from what c holds,
-    `last` whether they end here. Tiles fetch what lies at `ahead`, `pace` bytes for each unit: as
-    many as a unit has, if the tile is the panel's only one, else at most half of them.
+    `last` whether they end here. A panel's only tile that has the time (see `fetches_for_itself`)
+    asks for a unit's worth of bytes at `ahead` with each unit, one of several for `pace` bytes, at
+    most half as many.
     """
 
     def __init__(self, parts: LinearParts, rows: int) -> None:

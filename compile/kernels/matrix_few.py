@@ -69,7 +69,10 @@ class FewTokens:
                     begun = list(zip(self._zeros() * 2, self._kinds * 2, strict=True))
                     with t.loop(whole_pairs, pairs, one, begun) as pair:
                         pair.next = self._pair(w, pair.index, 0, pair.carried)
-                    return self._sums(sums, pair.results)
+                    # The unit goes on with zeros to the end of the tile, which matters to -0.
+                    zero = t.constant(0.0, self._vector)
+                    padded = [t.fma(zero, zero, chain, self._vector) for chain in pair.results]
+                    return self._sums(sums, padded)
 
                 sums = t.choose(has_rest, rest, partial(list, sums), self._kinds)
                 column = t.mul(panel.index, t.constant(target.panel))

@@ -43,7 +43,7 @@ from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
-#: Most bytes of packed activations: half of the second cache.
+#: Most bytes of packed activations: half of the second cache of every CPU with AMX.
 _PACKED_BYTES = 1 << 20
 
 

@@ -20,7 +20,8 @@ CONFIGS = ("whole", "rest")
 #: Panels at once for the tokens of one tile: two streams from memory.
 _FEW_PANELS = 2
 #: Most k of a cache block: its weights, and what passes by of activations and outputs, stay in the
-#: first cache (weights from memory, 256 tokens: 288 k 1,460 GFLOP/s, 384 1,300, 576 1,130).
+#: first cache of every CPU with AMX, 48 KiB (weights from memory, 256 tokens: 288 k 1,460 GFLOP/s,
+#: 384 1,300, 576 1,130).
 _MOST_DEPTH = 288
 PANELS_ARGS = [
     ("out", "!llvm.ptr"),
@@ -67,22 +68,27 @@ class MatrixPanels(LinearParts):
 
     def emit_panels(self) -> None:
         """Both, and what they call but for `pad_weights`."""
-        shares = sorted(set(self._shares().values()))
         MatrixProduct(self, 1, _FEW_PANELS, STREAM).emit()
         MatrixProduct(self, 1, 1, STREAM).emit()
-        for lines in shares:
-            MatrixProduct(self, 1, 1, lines).emit()
+        for lines in dict.fromkeys(self._shares().values()):
             MatrixProduct(self, 2, 1, lines).emit()
+            if not self._is_all(lines):
+                MatrixProduct(self, 1, 1, lines).emit()
             self._row_tiles(lines)
         self._begin_with_bias()
         self._one_tile()
         self._many_tiles()
 
     def _shares(self) -> dict[int, int]:
-        """Lines of weights that each tile of so many (of this many or more, the last) asks for
-        while it multiplies a step of its own."""
+        """Lines of weights that each two tiles of so many (of this many or more, the last) ask for
+        with each step of their own. Shares are rounded up to powers of two for fewer functions;
+        what that is too much is asked for twice, the second time of a near cache."""
         lines = weight_step(self.target) // CACHE_LINE
         return {tiles: -(-lines // (1 << tiles.bit_length() - 1)) for tiles in range(1, 9)}
+
+    def _is_all(self, lines: int) -> bool:
+        """Whether a share is that of a panel's only two tiles."""
+        return lines == self._shares()[1]
 
     def _begin_with_bias(self) -> None:
         """`begin_with_bias(bias, c, ldc, rows)`: a panel's bias in every row of c."""
@@ -110,9 +116,9 @@ class MatrixPanels(LinearParts):
                 goes_on = t.constant(0, "i1")
                 for p in reversed(range(at_once)):
                     w, c, goes_on = self._begin(t.add(number, t.constant(p)), p)
-                values = [self.packed(), w, self.panel_bytes(), self._ends(), c, "%ldo"]
-                values += ["%length", goes_on, w]
-                call_product(self, 1, at_once, STREAM, values)
+                values = {"a": self.packed(), "w": w, "wstride": self.panel_bytes(), "c": c}
+                values |= {"wend": self._ends(), "ldc": "%ldo", "depth": "%length"}
+                call_product(self, 1, at_once, STREAM, values | {"goes_on": goes_on})
 
             with t.loop("%low", middle, t.constant(_FEW_PANELS)) as panel:
                 panels(panel.index, _FEW_PANELS)
@@ -168,16 +174,20 @@ class MatrixPanels(LinearParts):
                 row = t.mul(number, t.constant(self.tile_rows))
                 c = t.gep("%c", t.mul(row, "%ldo"))
                 ahead = t.gep("%ahead", t.mul(number, t.constant(lines * CACHE_LINE)), "i8")
-                values = [a, "%w", t.constant(0), self._ends(), c, "%ldo", "%depth", "%goes_on"]
-                call_product(self, tiles, 1, lines, [*values, ahead])
+                values = {"a": a, "w": "%w", "wend": self._ends(), "c": c, "ldc": "%ldo"}
+                values |= {"depth": "%depth", "goes_on": "%goes_on", "ahead": ahead}
+                call_product(self, tiles, 1, lines, values)
                 return []
 
             with t.loop(t.constant(0), whole, t.constant(1)) as number:
                 product(number.index, 2)
             with t.when(t.compare("ugt", left, t.constant(0))):
                 self._use("rest")
-                two = t.compare("ugt", left, t.constant(MATRIX_ROWS))
-                t.choose(two, partial(product, whole, 2), partial(product, whole, 1), [])
+                if self._is_all(lines):  # one tile alone has come another way
+                    product(whole, 2)
+                else:
+                    two = t.compare("ugt", left, t.constant(MATRIX_ROWS))
+                    t.choose(two, partial(product, whole, 2), partial(product, whole, 1), [])
                 self._use("whole")
             t.line("return")
 

@@ -22,22 +22,20 @@ from buddy_pipeline.compile.mlir_text import CACHE_LINE
 #: In place of a number of lines: a product that reads its weights from memory itself.
 STREAM = -1
 
-_ARGS = [
-    ("a", "!llvm.ptr"),
-    ("w", "!llvm.ptr"),
-    ("wstride", "i64"),
-    ("wend", "!llvm.ptr"),
-    ("c", "!llvm.ptr"),
-    ("ldc", "i64"),
-    ("depth", "i64"),
-    ("goes_on", "i1"),
-    ("ahead", "!llvm.ptr"),
-]
+_ARGS = {
+    "a": "!llvm.ptr",
+    "w": "!llvm.ptr",
+    "wend": "!llvm.ptr",
+    "c": "!llvm.ptr",
+    "ldc": "i64",
+    "depth": "i64",
+    "goes_on": "i1",
+}
 
 
 class MatrixProduct:
-    """Writes `product_R_P_F(a, w, wstride, wend, c, ldc, depth, goes_on, ahead)`: c (+)= a · w for
-    R tiles of as many tokens as the configuration says, and P panels, `wstride` bytes apart.
+    """Writes `product_R_P_F(a, w, wend, c, ldc, depth, goes_on[, wstride][, ahead])`: c (+)= a · w
+    for R tiles of as many tokens as the configuration says, and P panels, `wstride` bytes apart.
 
     `a` are packed steps of K, `wend` holds the panels' weights of the last depth % 32; `goes_on`
     says whether sums start from c. With each step F lines at `ahead` are asked for, a step of
@@ -54,7 +52,11 @@ class MatrixProduct:
     def emit(self) -> None:
         """The function."""
         t, size = self._t, self._step_bytes
-        with t.function(_name(self._rows, self._panels, self._fetched), _ARGS, private=True):
+        name, args = (
+            _name(self._rows, self._panels, self._fetched),
+            _args(self._panels, self._fetched),
+        )
+        with t.function(name, list(args.items()), private=True):
             outputs, stride = self._outputs(), (t.mul("%ldc", t.constant(4)), "i64")
 
             def load() -> list[str]:
@@ -68,12 +70,14 @@ class MatrixProduct:
                 return []
 
             t.choose("%goes_on", load, clear, [])
-            streams = ["%w", t.gep("%w", "%wstride", "i8")][: self._panels]
+            streams = ["%w"]
+            if self._panels > 1:
+                streams.append(t.gep("%w", "%wstride", "i8"))
             whole = t.binary("arith.divui", "%depth", t.constant(TILE_DEPTH))
             with t.loop(t.constant(0), whole, t.constant(1)) as k:
                 offset = t.mul(k.index, t.constant(size))
                 weights = [t.gep(stream, offset, "i8") for stream in streams]
-                self._fetch(weights, t.gep("%ahead", offset, "i8"))
+                self._fetch(weights, offset)
                 self._step(k.index, weights)
             with t.when(has_rest(t, "%depth")):
                 self._step(whole, [t.gep("%wend", p * size, "i8") for p in range(self._panels)])
@@ -90,15 +94,15 @@ class MatrixProduct:
             for (r, p, v), register in self._sums.items()
         }
 
-    def _fetch(self, weights: list[str], ahead: str) -> None:
+    def _fetch(self, weights: list[str], offset: str) -> None:
         """Asks for weights: half a step ahead of a stream, where memory is the limit (further
         ahead it gives less)."""
+        t = self._t
         if self._fetched != STREAM:
-            prefetch(self._t, ahead, self._fetched * CACHE_LINE)
+            prefetch(t, t.gep("%ahead", offset, "i8"), self._fetched * CACHE_LINE)
             return
         for place in weights:
-            later = self._t.gep(place, self._step_bytes // 2, "i8")
-            prefetch(self._t, later, self._step_bytes)
+            prefetch(t, t.gep(place, self._step_bytes // 2, "i8"), self._step_bytes)
 
     def _step(self, number: str, weights: list[str]) -> None:
         """32 k: tile `number` of the rows by the panels' weights."""
@@ -117,11 +121,21 @@ class MatrixProduct:
 
 
 def call_product(
-    parts: LinearParts, rows: int, panels: int, fetched: int, values: list[str]
+    parts: LinearParts, rows: int, panels: int, fetched: int, values: dict[str, str]
 ) -> None:
-    """Calls the product; `values` in the order of its arguments."""
-    kinds = [kind for _, kind in _ARGS]
-    parts.t.call(_name(rows, panels, fetched), list(zip(values, kinds, strict=True)))
+    """Calls the product; `values` by the names of its arguments."""
+    args = [(values[name], kind) for name, kind in _args(panels, fetched).items()]
+    parts.t.call(_name(rows, panels, fetched), args)
+
+
+def _args(panels: int, fetched: int) -> dict[str, str]:
+    """Names and types of a product's arguments."""
+    args = dict(_ARGS)
+    if panels > 1:
+        args["wstride"] = "i64"
+    if fetched != STREAM:
+        args["ahead"] = "!llvm.ptr"
+    return args
 
 
 def _name(rows: int, panels: int, fetched: int) -> str:

@@ -155,7 +155,8 @@ def test_matrix_tiles_do_nothing_but_load_and_multiply_tiles() -> None:
     parts = kernel.parts("product_")
     shares = [4, 8, 16, 32]
     several = {f"product_{rows}_1_{lines}" for rows in (1, 2) for lines in shares}
-    assert set(parts) == several | {"product_1_1_stream", "product_1_2_stream"}
+    alone = {"product_1_1_stream", "product_1_2_stream"}
+    assert set(parts) == alone | several - {"product_1_1_32"}
     for name, tile in parts.items():
         rows, panels = map(int, re.findall(r"\d+", name)[:2])
         (loop,) = tile.innermost_loops()
@@ -163,6 +164,32 @@ def test_matrix_tiles_do_nothing_but_load_and_multiply_tiles() -> None:
         assert len(loop.with_word("^tileloadd")) == rows + 2 * panels, name
         assert loop.with_word("^tilestored|^v|%[xyz]mm") == [], name
     check_object(kernel, linear.linear_name(FORMATS["bf16"]), target)
+
+
+def test_few_tokens_beside_the_matrix_unit_multiply_whole_vectors_in_registers() -> None:
+    """Per pair of k and vector of outputs an even and an odd product for each token."""
+    features = "+avx512bf16,+amx-tile,+amx-bf16"
+    target = replace(WITH_BF16, features=features, bf16_tiles=True)
+    parts = built_linear(target, "bf16").parts("few_tokens_")
+    assert sorted(parts) == ["few_tokens_1", "few_tokens_2", "few_tokens_3"]
+    for name, part in parts.items():
+        rows, vectors = int(name[-1]), target.panel_vectors
+        loops = [loop for loop in part.innermost_loops() if loop.with_word("^vfn?madd")]
+        products = {len(loop.with_word("^vfn?madd.*ps")) for loop in loops}
+        pair = 2 * rows * vectors
+        assert products == {pair, 16 * pair}, name  # the last pairs of K, and whole tiles
+        assert part.scalar() == [], name
+        for loop in loops:
+            assert loop.with_word(VECTOR_STORE) == [], name
+
+
+@pytest.mark.parametrize("form", ["f32", "bf16", "f16", "q4_1", "w8a8"])
+def test_few_tokens_ask_for_weights_ahead_unless_the_cpu_does(form: str) -> None:
+    """A Zen 4 is slower with it."""
+    for cpu, asks in (("x86-64-v4", True), ("znver4", False)):
+        text = linear.emit_linear(replace(named_target("x86-64-v4"), cpu=cpu), FORMATS[form])
+        tile = text.split("func.func private @tile_1(")[1].split("func.func")[0]
+        assert ("llvm.intr.prefetch" in tile) == asks, cpu
 
 
 @pytest.mark.parametrize(

@@ -135,6 +135,19 @@ def test_tiny_products_have_the_same_bits_in_any_batch(form: str, scale: float) 
         assert_same_bits(got, many[:tokens])
 
 
+@in_each_float_form
+@pytest.mark.parametrize("depth", [2, 30, 31, 32, 34, 66])
+def test_a_zero_has_the_same_sign_in_any_batch(form: str, depth: int) -> None:
+    """Products too small for any number, and a bias below zero."""
+    x = np.full((40, depth), -1e-30, np.float32)
+    weight = np.full((33, depth), 1e-9, np.float32)
+    for bias in (-0.0, -1e-40):
+        each = np.full(33, bias, np.float32)
+        many = run_linear(host(), x, weight, each, form=form)
+        for tokens in (1, 2, 3, 4, 17):
+            assert_same_bits(run_linear(host(), x[:tokens], weight, each, form=form), many[:tokens])
+
+
 @in_each_form
 @given(sizes, st.integers(1, 4), st.data())
 def test_other_tokens_and_teams_change_no_bit(

@@ -1,14 +1,18 @@
 """The batch command: every good line has one result, whatever is wrong with others or was done."""
 
+import errno
+import fcntl
 import json
+import os
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from buddy_pipeline.launcher import api, cli
-from buddy_pipeline.launcher.batch_lines import Line, finished_ids, read_lines
+from buddy_pipeline.launcher import api, batch, cli
+from buddy_pipeline.launcher.batch_lines import Line, finished, read_lines
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.sampling import SamplingOptions
 from tests.launcher.fakes import FakeSession, FakeTokenizer, scripted
@@ -95,6 +99,56 @@ def test_what_is_done_is_not_done_again(session: FakeSession, paths: tuple[Path,
     assert len(session.engine.seen) == 2
 
 
+def test_a_line_whose_prompt_has_changed_is_named(
+    session: FakeSession, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(paths[0], GOOD[:2])
+    assert run(paths) == 0
+    before = paths[1].read_text()
+    write(paths[0], [{**GOOD[0], "prompt": "another"}, GOOD[1]])
+    assert run(paths) == 1
+    assert "line 1: id 1 is done in the output, for another prompt: " in capsys.readouterr().err
+    assert paths[1].read_text() == before
+
+
+def test_a_running_batch_has_its_output_alone(
+    session: FakeSession, paths: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(paths[0], GOOD)
+    assert run(paths) == 0
+    with open(paths[1]) as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        assert run(paths) == 2
+    assert "out.jsonl is that of a batch that is running: give" in capsys.readouterr().err
+    assert run(paths) == 0
+
+
+def test_a_full_disk_is_one_line_and_keeps_whole_results(
+    session: FakeSession,
+    paths: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    room = 300
+
+    class Small(FileIO):
+        def write(self, data: Any) -> int:
+            nonlocal room
+            if room == 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            written = super().write(data[:room])
+            room -= written
+            return written
+
+    write(paths[0], GOOD)
+    with monkeypatch.context() as patched:
+        patched.setattr(batch, "FileIO", Small)
+        assert run(paths) == 2
+    assert "cannot be written: No space left on device; make room and" in capsys.readouterr().err
+    assert run(paths) == 0
+    assert set(results(paths[1])) == {1, "two", 3, 4}
+
+
 def test_a_line_that_an_interruption_cut_off_is_done_again(
     session: FakeSession, paths: tuple[Path, Path]
 ) -> None:
@@ -172,7 +226,7 @@ def test_what_is_wrong_with_a_line_is_said_with_its_number(line: Any, message: s
 
 
 def read(texts: list[str]) -> Iterator[Line | UserError]:
-    return read_lines(texts, FakeTokenizer(), 100, set())  # type: ignore[arg-type]
+    return read_lines(texts, FakeTokenizer(), 100, {})  # type: ignore[arg-type]
 
 
 def test_sampling_options_have_the_names_of_the_command_line() -> None:
@@ -200,7 +254,7 @@ def test_a_file_that_holds_something_else_is_not_written_to(tmp_path: Path, cont
     path = tmp_path / "notes.txt"
     path.write_text(content)
     with pytest.raises(UserError, match=r"notes\.txt has no result in line [12]: give"):
-        finished_ids(path)
+        finished(path)
     assert path.read_text() == content
 
 

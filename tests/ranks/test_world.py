@@ -10,6 +10,8 @@ import pytest
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.mpi_launcher import Launcher, detect_launcher
 from buddy_pipeline.ranks.world import join_world
+from tests import jobs
+from tests.mpi.job import MPIRUN, needs_mpi
 
 PMI = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1"}
 OPEN_MPI = {
@@ -64,6 +66,8 @@ JOIN_OR_SAY_WHY = """
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.ranks.faults import exit_alone
 from buddy_pipeline.ranks.world import join_world
+from tests import jobs
+from tests.mpi.job import MPIRUN, needs_mpi
 try:
     join_world()
 except UserError as error:
@@ -91,6 +95,17 @@ def test_an_mpi_of_another_launcher_is_one_line_a_host() -> None:
     assert "sees 1: start with the mpirun of that MPI" in ranks[0].stderr
     assert ranks[0].stderr.count("\n") == 1
     assert ranks[1].stderr == ""
+
+
+@needs_mpi
+@pytest.mark.mpi
+def test_ranks_do_not_meet_a_second_time() -> None:
+    """The others are gone by then, so that it would wait for ever."""
+    program = "from buddy_pipeline.ranks.world import join_world; join_world()\n" + JOIN_OR_SAY_WHY
+    done = jobs.finish(jobs.start(MPIRUN, "-n", 2, sys.executable, "-c", program), jobs.TIMEOUT_S)
+    assert done.code != 0
+    assert "a program of several ranks has one pipeline" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def run(code: str, environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
