@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
@@ -28,6 +29,8 @@ _T = TypeVar("_T")
 
 # One byte that says whether the rank failed, then its message, cut to fit.
 _REPORT_BYTES = 4096
+#: How long a launcher may take to end ranks after one has died.
+_LAUNCHER_S = 2.0
 
 
 class CollectiveExit(SystemExit):
@@ -114,10 +117,21 @@ def fatal(world: World, error: BaseException, *, show_traceback: bool = False) -
     MPI_Abort ends this process without returning, and what mpirun makes of the code is its own
     affair, except that it is not 0 (MPICH's often has 9, for the ranks that it killed).
     """
+    if world.comm is not None and type(error).__module__.startswith("mpi4py."):
+        _let_the_launcher_speak(world)
     text, code = describe(error, show_traceback=show_traceback)
     if text:
         print_error(_of_rank(world, text))
     _abort(world, code)
+
+
+def _let_the_launcher_speak(world: World) -> None:
+    """A message fails when the rank at its other end dies, whose supervisor says so better; then
+    the launcher ends us. Where it does not, the failure is our own to tell."""
+    try:
+        time.sleep(_LAUNCHER_S)
+    except SystemExit as leaving:
+        _abort(world, _exit_code(leaving))
 
 
 def end_now(world: World, text: str) -> NoReturn:

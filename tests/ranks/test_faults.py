@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from buddy_pipeline.partition.errors import UserError
+from buddy_pipeline.ranks import faults
 from buddy_pipeline.ranks.affinity import CoreShare
 from buddy_pipeline.ranks.error_lines import TRACEBACK_VARIABLE
 from buddy_pipeline.ranks.faults import CollectiveExit, agree, guarded
@@ -89,6 +90,38 @@ def test_a_signal_ends_the_work_in_silence_and_cleans_up(
     assert cleaned == [True]
     assert capfd.readouterr().err == ""
     assert signal.getsignal(number) is before
+
+
+class _Comm:
+    """An MPI whose `Abort` only says that it was asked for."""
+
+    def Abort(self, code: int) -> None:
+        raise CollectiveExit(code)
+
+
+class _MpiError(Exception):
+    __module__ = "mpi4py.MPI"
+
+
+@pytest.mark.parametrize("is_ended", [True, False])
+def test_a_failed_message_is_told_only_if_the_launcher_does_not_end_the_rank(
+    *, is_ended: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def launcher(seconds: float) -> None:
+        if is_ended:
+            raise SystemExit(128 + signal.SIGTERM)
+
+    monkeypatch.setattr(faults.time, "sleep", launcher)
+    monkeypatch.setattr(faults.os, "dup2", lambda *files: None)
+    pair = World(1, 2, 1, (0, 1), "host", _Comm(), CoreShare((0,), exclusive=True))
+    with pytest.raises(CollectiveExit) as caught, guarded(pair):
+        raise _MpiError("connection reset")
+    told = capfd.readouterr().err
+    if is_ended:
+        assert (caught.value.code, told) == (128 + signal.SIGTERM, "")
+    else:
+        assert caught.value.code == 1
+        assert told.endswith("rank 1 of 2 on host: _MpiError: connection reset\n")
 
 
 def test_a_hangup_that_is_ignored_stays_so() -> None:
