@@ -59,23 +59,44 @@ _RANGE_ARGS = [
 ]
 
 
+_COPY_ARGS = [
+    ("x", "!llvm.ptr"),
+    ("ldx", "i64"),
+    ("to", "!llvm.ptr"),
+    ("rows", "i64"),
+    ("depth", "i64"),
+]
+
+
 class _Linear(LinearParts):
     """Writes the functions of the kernel that works in registers."""
-
-    def __init__(self, target: Target, form: WeightFormat) -> None:
-        super().__init__(target, form, row_unit=form.unit)
 
     def emit(self) -> Text:
         """All functions, callees first."""
         sizes = range(1, self.tile_rows + 1)
         for rows in sizes:
             LinearTile(self, rows).emit()
-        self.emit_copy_rows()
+        self._copy_rows()
         for rows in sizes:
             self._few_tokens(rows)
         self._many_tokens()
         self._entry()
         return self.t
+
+    def _copy_rows(self) -> None:
+        """`copy_rows(x, ldx, to, rows, depth)`: rows of x as tiles read them, `row_bytes` apart.
+
+        Rows are packed in the format's kind of activation, and end in zeros up to a
+        whole unit.
+        """
+        t = self.t
+        with t.function("copy_rows", _COPY_ARGS, private=True):
+            end = t.mul(ceil_div(t, "%depth", self.form.unit), t.constant(self.form.unit))
+            with t.loop(t.constant(0), "%rows", t.constant(1)) as row:
+                source = t.gep("%x", t.mul(row.index, "%ldx"))
+                to = t.gep("%to", t.mul(row.index, t.constant(self.row_bytes)), "i8")
+                self.activation.emit_row(t, self.target, source, to, "%depth", end)
+            t.line("return")
 
     def _few_tokens(self, rows: int) -> None:
         """`few_tokens_R(…)`: one tile of R tokens, packed `[K block][R][row_bytes]` in %a, over
@@ -126,7 +147,7 @@ class _Linear(LinearParts):
                     ends = self.ends(k.index, depth)
                     units = ceil_div(t, depth, self.form.unit)
                     x = t.gep(t.gep("%x", t.mul(row_low, "%ldx")), k.index)
-                    self.call_copy([x, "%ldx", "%scratch", rows, depth])
+                    self.call("copy_rows", _COPY_ARGS, [x, "%ldx", "%scratch", rows, depth])
                     with t.loop(low, high, one) as panel:
                         scales = t.gep("%w", t.mul(panel.index, panel_size), "i8")
                         w = self.weights_at(scales, k.index)
@@ -161,10 +182,10 @@ class _Linear(LinearParts):
                     depth = self.block_depth(k.index, block)
                     number = t.binary("arith.divui", k.index, block)
                     to = t.gep("%scratch", t.mul(number, t.constant(rows * self.row_bytes)), "i8")
-                    self.call_copy([t.gep("%x", k.index), "%ldx", to, "%tokens", depth])
+                    rows_at_k = [t.gep("%x", k.index), "%ldx", to, "%tokens", depth]
+                    self.call("copy_rows", _COPY_ARGS, rows_at_k)
                 values = ["%scratch", "%out", "%ldo", "%w", "%bias", "%depth", low, high]
-                kinds = [kind for _, kind in _RANGE_ARGS]
-                t.call(f"few_tokens_{rows}", list(zip(values, kinds, strict=True)))
+                self.call(f"few_tokens_{rows}", _RANGE_ARGS, values)
 
             t.switch("%tokens", {rows: partial(few, rows) for rows in range(1, most + 1)})
             with t.when(t.compare("ugt", "%tokens", t.constant(most))):

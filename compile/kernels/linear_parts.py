@@ -1,8 +1,10 @@
 """What the linear kernels of registers and of the matrix unit have in common.
 
 Weights lie in panels of `Target.panel` outputs side by side over all of K, in a weight format (see
-`formats`); K is walked in cache blocks, for each of which a token's activations are packed once.
+`formats`); K is walked in parts that fit the caches.
 """
+
+from collections.abc import Sequence
 
 from buddy_pipeline.compile.formats.base import (
     WeightFormat,
@@ -41,43 +43,18 @@ def linear_name(form: WeightFormat) -> str:
     return f"bp_linear_{form.name}"
 
 
-_COPY_ARGS = [
-    ("x", "!llvm.ptr"),
-    ("ldx", "i64"),
-    ("to", "!llvm.ptr"),
-    ("rows", "i64"),
-    ("depth", "i64"),
-]
-
-
 class LinearParts:
     """Writes the functions and addresses that the kernels share."""
 
-    def __init__(self, target: Target, form: WeightFormat, row_unit: int) -> None:
-        """`row_unit`: packed activation rows end in zeros up to a multiple of it."""
+    def __init__(self, target: Target, form: WeightFormat) -> None:
         self.t = Text()
         self.target = target
         self.form = form
-        self.row_unit = row_unit
         self.activation = form.activation(target)
         self.row_bytes = row_bytes(target, self.activation)
         self.tile_rows = tile_rows(target, form)
         self.most_depth = most_depth(target, form, self.activation)
         self.vector = f"vector<{target.lanes}xf32>"
-
-    def emit_copy_rows(self) -> None:
-        """`copy_rows(x, ldx, to, rows, depth)`: rows of x as tiles read them, `row_bytes` apart.
-
-        Rows are packed in the format's kind of activation, and end in zeros up to `row_unit`.
-        """
-        t = self.t
-        with t.function("copy_rows", _COPY_ARGS, private=True):
-            end = t.mul(ceil_div(t, "%depth", self.row_unit), t.constant(self.row_unit))
-            with t.loop(t.constant(0), "%rows", t.constant(1)) as row:
-                source = t.gep("%x", t.mul(row.index, "%ldx"))
-                to = t.gep("%to", t.mul(row.index, t.constant(self.row_bytes)), "i8")
-                self.activation.emit_row(t, self.target, source, to, "%depth", end)
-            t.line("return")
 
     def panel_bytes(self) -> str:
         """Bytes of one panel of this matrix."""
@@ -126,10 +103,10 @@ class LinearParts:
         place = t.gep("%bias", t.mul(panel, t.constant(self.target.panel)))
         return t.select(t.is_null("%bias"), "%bias", place, "!llvm.ptr")
 
-    def call_copy(self, values: list[str]) -> None:
-        """Calls `copy_rows`."""
-        kinds = [kind for _, kind in _COPY_ARGS]
-        self.t.call("copy_rows", list(zip(values, kinds, strict=True)))
+    def call(self, name: str, args: Sequence[tuple[str, str]], values: Sequence[str]) -> list[str]:
+        """Calls a function that returns nothing; `args` are its own names and types."""
+        self.t.call(name, [(value, kind) for value, (_, kind) in zip(values, args, strict=True)])
+        return []
 
 
 def ceil_div(t: Text, value: str, by: int) -> str:

@@ -168,8 +168,7 @@ def sizes_of_several(parts: LinearParts) -> range:
 
 def call_tile(parts: LinearParts, rows: int, values: list[str]) -> None:
     """Calls the tile of `rows` tokens; `values` in the order of its arguments."""
-    kinds = [kind for _, kind in _ARGS]
-    parts.t.call(_name(rows), list(zip(values, kinds, strict=True)))
+    parts.call(_name(rows), _ARGS, values)
 
 
 def _name(rows: int) -> str:

@@ -182,13 +182,13 @@ def call_few_tokens(parts: LinearParts, rows: int) -> None:
     """Inside the kernel: all of it for `rows` tokens."""
     t = parts.t
     ld = t.add("%depth", t.constant(1))
-    _call(parts, "round_rows", _ROUND_ARGS, ["%x", "%ldx", "%scratch", ld, "%tokens", "%depth"])
+    parts.call("round_rows", _ROUND_ARGS, ["%x", "%ldx", "%scratch", ld, "%tokens", "%depth"])
     low, high = thread_share(t, "%panels", "%tid", "%team")
     values = ["%scratch", ld, "%out", "%ldo", "%w", "%bias", "%depth", low, high]
-    _without_subnormals(parts, lambda: _call(parts, _name(rows), _ARGS, values))
+    _without_subnormals(parts, partial(parts.call, _name(rows), _ARGS, values))
 
 
-def _without_subnormals(parts: LinearParts, work: Callable[[], None]) -> None:
+def _without_subnormals(parts: LinearParts, work: Callable[[], object]) -> None:
     """Runs `work` with the CPU's control register set as the matrix unit works."""
     t = parts.t
     before = t.op(f"llvm.alloca {t.constant(1)} x i32 : (i64) -> !llvm.ptr")
@@ -199,11 +199,6 @@ def _without_subnormals(parts: LinearParts, work: Callable[[], None]) -> None:
     t.line(f'llvm.call_intrinsic "llvm.x86.sse.ldmxcsr"({during}) : (!llvm.ptr) -> ()')
     work()
     t.line(f'llvm.call_intrinsic "llvm.x86.sse.ldmxcsr"({before}) : (!llvm.ptr) -> ()')
-
-
-def _call(parts: LinearParts, name: str, args: list[tuple[str, str]], values: list[str]) -> None:
-    kinds = [kind for _, kind in args]
-    parts.t.call(name, list(zip(values, kinds, strict=True)))
 
 
 def _name(rows: int) -> str:

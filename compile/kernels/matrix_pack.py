@@ -99,14 +99,9 @@ def emit_pad_weights(parts: LinearParts) -> None:
 
 def call_pack_rows(parts: LinearParts, values: list[str]) -> None:
     """Calls `pack_rows`."""
-    _call(parts, "pack_rows", _PACK_ARGS, values)
+    parts.call("pack_rows", _PACK_ARGS, values)
 
 
 def call_pad_weights(parts: LinearParts, values: list[str]) -> None:
     """Calls `pad_weights`."""
-    _call(parts, "pad_weights", _PAD_ARGS, values)
-
-
-def _call(parts: LinearParts, name: str, args: list[tuple[str, str]], values: list[str]) -> None:
-    kinds = [kind for _, kind in args]
-    parts.t.call(name, list(zip(values, kinds, strict=True)))
+    parts.call("pad_weights", _PAD_ARGS, values)

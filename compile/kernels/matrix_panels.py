@@ -64,7 +64,7 @@ class MatrixPanels(LinearParts):
         """The format is bf16 pairs, and a panel two tiles wide."""
         assert form.unit_bytes(target.panel) == 4 * target.panel and form.unit == 2
         assert target.panel == 2 * MATRIX_ROWS
-        super().__init__(target, form, row_unit=TILE_DEPTH)
+        super().__init__(target, form)
 
     def emit_panels(self) -> None:
         """Both, and what they call but for `pad_weights`."""
@@ -234,9 +234,3 @@ class MatrixPanels(LinearParts):
     def packed(self) -> str:
         """Address of the packed activations."""
         return self.t.gep("%scratch", fixed_scratch_bytes(self.target), "i8")
-
-    def call(self, name: str, args: list[tuple[str, str]], values: list[str]) -> list[str]:
-        """Calls a function that returns nothing."""
-        kinds = [kind for _, kind in args]
-        self.t.call(name, list(zip(values, kinds, strict=True)))
-        return []

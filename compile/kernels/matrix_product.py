@@ -52,11 +52,9 @@ class MatrixProduct:
     def emit(self) -> None:
         """The function."""
         t, size = self._t, self._step_bytes
-        name, args = (
-            _name(self._rows, self._panels, self._fetched),
-            _args(self._panels, self._fetched),
-        )
-        with t.function(name, list(args.items()), private=True):
+        name = _name(self._rows, self._panels, self._fetched)
+        args = list(_args(self._panels, self._fetched).items())
+        with t.function(name, args, private=True):
             outputs, stride = self._outputs(), (t.mul("%ldc", t.constant(4)), "i64")
 
             def load() -> list[str]:
