@@ -1,12 +1,13 @@
 """Binding: what one partition reads and makes, its fragments, and the parameters they need."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from buddy_pipeline.compile import fx_nodes
 from buddy_pipeline.compile.attention_op import ATTENTION_ARGUMENTS
+from buddy_pipeline.compile.epilogues import as_epilogue
 from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.compile.islands import Island, cut_free
 from buddy_pipeline.compile.manifest import Parameter
@@ -31,6 +32,8 @@ class Bound:
     constants: tuple[str, ...]
     islands: tuple[Island, ...]
     """Those of the fragments that are no kernels, in order."""
+    epilogues: frozenset[int]
+    """Which fragments are linears that do the island behind them as their epilogue."""
 
     @property
     def passed(self) -> tuple[str, ...]:
@@ -54,21 +57,19 @@ def bind(
     made = [resolve(n, table) for n in partition.nodes]
     outputs = _base_names((n for n in made if n in inside and readers(n) - inside), table)
     fragments = tuple(_fragments(partition, table, outputs, weights))
+    islands = dict(_islands(fragments, model, table, weights.panel, readers))
+    epilogues = frozenset(number - 1 for number, island in islands.items() if island.columns)
     parameters: list[Parameter] = []
     constants: list[str] = []
-    islands: list[Island] = []
-    for fragment in fragments:
+    for number, fragment in enumerate(fragments):
         if fragment.is_kernel:
-            parameters += _kernel_parameters(fragment, model, table, weights)
+            parameters += _kernel_parameters(fragment, model, table, weights, number in epilogues)
             slopes = loaded_per_head(
                 model.fx[fragment.nodes[0]], "slopes", NodeKind.CONSTANT, table
             )
             constants += [] if slopes is None else [slopes]
             continue
-        used = {n for n in fragment.nodes if readers(n) - set(fragment.nodes)}
-        island = cut_free(fragment, table, used)
-        islands.append(island)
-        for name in island.inputs:
+        for name in islands[number].inputs:
             if table[name].kind is NodeKind.PARAMETER:
                 parameters.append(weights.plain(name))
             elif table[name].kind is NodeKind.CONSTANT:
@@ -79,8 +80,32 @@ def bind(
         fragments,
         tuple(dict.fromkeys(parameters)),
         tuple(dict.fromkeys(constants)),
-        tuple(islands),
+        tuple(islands.values()),
+        epilogues,
     )
+
+
+def _islands(
+    fragments: Sequence[Fragment],
+    model: ExportedModel,
+    table: Mapping[str, GraphNode],
+    panel: int,
+    readers: Readers,
+) -> Iterator[tuple[int, Island]]:
+    """The islands among the fragments, with their numbers; as epilogues where they can be that of
+    linears which are right before them and read by nobody else."""
+    for number, fragment in enumerate(fragments):
+        if fragment.is_kernel:
+            continue
+        inside = set(fragment.nodes)
+        island = cut_free(fragment, table, {n for n in inside if readers(n) - inside})
+        before = fragments[number - 1].nodes if number else ()
+        alone = all(
+            fx_nodes.linear_weight(model.fx[n], model.parameters) and readers(n) <= inside
+            for n in before
+        )
+        epilogue = as_epilogue(island, before, panel, model, table) if before and alone else None
+        yield number, epilogue or island
 
 
 def loaded_per_head(
@@ -139,6 +164,7 @@ def _kernel_parameters(
     model: ExportedModel,
     table: Mapping[str, GraphNode],
     weights: NodeWeights,
+    has_epilogue: bool,
 ) -> list[Parameter]:
     node = model.fx[fragment.nodes[0]]
     if fx_nodes.is_attention(node):
@@ -151,5 +177,5 @@ def _kernel_parameters(
     if fx_nodes.is_expert_linear(node):
         weight, bias = weights.experts(node)
     else:
-        weight, bias = weights.linears(fragment.nodes)
+        weight, bias = weights.linears(fragment.nodes, alternating=has_epilogue)
     return [weight] if bias is None else [weight, bias]

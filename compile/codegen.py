@@ -19,8 +19,12 @@ def initialise() -> None:
 def target_machine(target: Target) -> llvm.TargetMachine:
     """LLVM's code generator for `target`, position independent so that it loads anywhere."""
     initialise()
+    features = target.features
+    if target.vector_bits == 512:
+        # LLVM takes half of AVX-512's width for some Intel CPUs, which islands are slower with.
+        features += ",-prefer-256-bit"
     return llvm.Target.from_triple(target.triple).create_target_machine(
-        cpu=target.cpu, features=target.features, opt=3, reloc="pic", codemodel="default"
+        cpu=target.cpu, features=features.lstrip(","), opt=3, reloc="pic", codemodel="default"
     )
 
 
@@ -46,8 +50,10 @@ def optimise(ir_texts: list[str], symbols: Sequence[str], target: Target) -> llv
             continue
         if function.name not in symbols and not function.name.startswith("bp_"):
             function.linkage = "internal"
-        # Every function is a loop nest of its own: inlining would only multiply code and time.
-        function.add_function_attribute("noinline")
+        # Every function is a loop nest of its own: inlining would only multiply code and time. But
+        # an epilogue's island has a few columns.
+        if b"alwaysinline" not in function.attributes:
+            function.add_function_attribute("noinline")
     options = llvm.create_pipeline_tuning_options(speed_level=3)
     options.loop_vectorization = True
     options.slp_vectorization = True

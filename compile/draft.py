@@ -33,7 +33,11 @@ class Gather:
 
 @dataclass(frozen=True)
 class Linear:
-    """out = x · Wᵀ (+ bias) for one or several packed matrices side by side."""
+    """out = x · Wᵀ (+ bias) for one or several packed matrices side by side.
+
+    With an epilogue, panels of its `parts` matrices alternate, and rows of the epilogue's inputs
+    that lie in `out` begin with the first panel of a matrix.
+    """
 
     x: Row
     out: Row
@@ -42,6 +46,8 @@ class Linear:
     depth: int
     panels: int
     form: str
+    parts: int = 1
+    epilogue: "IslandCall | None" = None
 
 
 @dataclass(frozen=True)

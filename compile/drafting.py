@@ -115,11 +115,17 @@ class _Placing:
         islands = iter(range(len(self.bound.islands)))
         lives = self._last_uses()
         for position, fragment in enumerate(self.bound.fragments):
-            if fragment.is_kernel:
-                item = self._place_kernel(fragment)
+            if position in self.bound.epilogues:
+                draft.items.append(self._place_linear(fragment, has_epilogue=True))
+                continue  # what the linear reads must last until the epilogue has written
+            if position - 1 in self.bound.epilogues:
+                linear = draft.items.pop()
+                assert isinstance(linear, Linear)
+                draft.items.append(replace(linear, epilogue=self._place_island(next(islands))))
+            elif fragment.is_kernel:
+                draft.items.append(self._place_kernel(fragment))
             else:
-                item = self._place_island(next(islands))
-            draft.items.append(item)
+                draft.items.append(self._place_island(next(islands)))
             self._release(lives, position)
         draft.scratch = self.words.scratch
         self._number_kv()
@@ -178,7 +184,7 @@ class _Placing:
             return self._place_top_k(node)
         if fx_nodes.is_expert_linear(node):
             return self._place_experts(node)
-        return self._place_linear(fragment)
+        return self._place_linear(fragment, has_epilogue=False)
 
     def _row(self, argument: Node) -> Row:
         """Where an argument's value lies."""
@@ -190,8 +196,8 @@ class _Placing:
             return self.rows[name]
         return self._scratch(name, self.drafter.value(name))
 
-    def _place_linear(self, fragment: Fragment) -> Linear:
-        weight, bias = self.weights.linears(fragment.nodes)
+    def _place_linear(self, fragment: Fragment, *, has_epilogue: bool) -> Linear:
+        weight, bias = self.weights.linears(fragment.nodes, alternating=has_epilogue)
         panels = [-(-part.rows // self.panel) for part in weight.parts]
         if len(fragment.nodes) == 1:
             out = self._place(fragment.nodes[0])
@@ -202,12 +208,13 @@ class _Placing:
             column = 0
             for name, count in zip(fragment.nodes, panels, strict=True):
                 self.rows[name] = replace(out, column=column)
-                column += count * self.panel
+                column += (1 if has_epilogue else count) * self.panel
         x = self._row(fx_nodes.linear_row(self.fx[fragment.nodes[0]]))
         bias_word = None if bias is None else self.words.parameter(bias)
         depth = weight.parts[0].columns
         word = self.words.parameter(weight)
-        return Linear(x, out, word, bias_word, depth, sum(panels), weight.form)
+        parts = len(panels) if has_epilogue else 1
+        return Linear(x, out, word, bias_word, depth, sum(panels), weight.form, parts)
 
     def _place_experts(self, node: Node) -> ExpertLinear:
         x, choice, *_ = fx_nodes.arguments(node)

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from buddy_pipeline.compile import fx_nodes
 from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.partition.errors import UserError
 from buddy_pipeline.partition.fragments import Fragment, resolve
@@ -23,12 +24,14 @@ from buddy_pipeline.partition.graph import GraphNode
 class Island:
     """An island cut free: its inputs and outputs are values outside it, in argument order.
 
-    Inputs may be activations (rows of one token), parameters or constants.
+    Inputs may be activations (rows of one token), parameters or constants. Of an epilogue (see
+    `epilogues`) rows have `columns` elements, others 0 there.
     """
 
     nodes: tuple[str, ...]
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    columns: int = 0
 
 
 def cut_free(fragment: Fragment, table: Mapping[str, GraphNode], used_later: set[str]) -> Island:
@@ -47,16 +50,16 @@ def cut_free(fragment: Fragment, table: Mapping[str, GraphNode], used_later: set
 def import_island(island: Island, model: ExportedModel, table: Mapping[str, GraphNode]) -> str:
     """The island as linalg on tensors: MLIR text with one function `@main`.
 
-    Raises UserError naming node and module when torch-mlir cannot import an operation.
+    That of an epilogue is to be inlined, since a call for each panel would take as long as its
+    arithmetic. Raises UserError naming node and module when torch-mlir cannot import an operation.
     """
-    from torch_mlir import fx
-
-    module = _subgraph(island, model, table)
+    subgraph = _column_graph if island.columns else _subgraph
+    module = subgraph(island, model, table)
+    inline = island.columns > 0
     with contextlib.suppress(Exception):  # of several types; the second try says what is wrong
-        return str(fx.stateless_fx_import(module, output_type="linalg-on-tensors"))
+        return _linalg(module, inline)
     try:
-        simpler = _decomposed(module, island, model)
-        return str(fx.stateless_fx_import(simpler, output_type="linalg-on-tensors"))
+        return _linalg(_decomposed(module), inline)
     except Exception as error:
         # torch-mlir raises several types of its own; all mean an operation it does not know.
         names = {table[n].op for n in island.nodes}
@@ -65,6 +68,18 @@ def import_island(island: Island, model: ExportedModel, table: Mapping[str, Grap
             f"torch-mlir cannot import the arithmetic of module '{table[island.nodes[0]].module}' "
             f"(node {island.nodes[0]}; {known.group(1) if known else ', '.join(sorted(names))})"
         ) from error
+
+
+def _linalg(module: GraphModule, inline: bool) -> str:
+    """What torch-mlir makes of a graph; `inline` asks LLVM to put it where it is called."""
+    from torch_mlir import fx, ir
+
+    imported = fx.stateless_fx_import(module, output_type="linalg-on-tensors")
+    if inline:
+        (main,) = imported.body.operations
+        with imported.context:
+            main.attributes["passthrough"] = ir.ArrayAttr.get([ir.StringAttr.get("alwaysinline")])
+    return str(imported)
 
 
 def _subgraph(island: Island, model: ExportedModel, table: Mapping[str, GraphNode]) -> GraphModule:
@@ -80,10 +95,7 @@ def _subgraph(island: Island, model: ExportedModel, table: Mapping[str, GraphNod
             source = model.fx[name]
             for needed in source.all_input_nodes:
                 copy(needed.name)
-            if _is_tanh_gelu(source):
-                copies[name] = _tanh_gelu(graph, source, copies[source.all_input_nodes[0].name])
-            else:
-                copies[name] = graph.node_copy(source, lambda n: copies[n.name])
+            copies[name] = _copied(graph, source, lambda n: copies[n.name])
         return copies[name]
 
     for name in island.nodes:
@@ -92,9 +104,37 @@ def _subgraph(island: Island, model: ExportedModel, table: Mapping[str, GraphNod
     return GraphModule(torch.nn.Module(), graph)
 
 
-def _decomposed(module: GraphModule, island: Island, model: ExportedModel) -> GraphModule:
+def _column_graph(
+    island: Island, model: ExportedModel, table: Mapping[str, GraphNode]
+) -> GraphModule:
+    """The same of an epilogue, on some columns of each row: views of a row are the row."""
+    graph = Graph()
+    copies: dict[str, Node] = {}
+
+    def add(name: str, node: Node) -> None:
+        value = fx_nodes.value_of(model.fx[name])
+        columns = 1 if value.numel() == 1 else island.columns
+        node.meta = {"val": value.new_empty((columns,))}
+        copies[name] = node
+
+    for name in island.inputs:
+        add(name, graph.placeholder(name))
+    for name in island.nodes:
+        add(name, _copied(graph, model.fx[name], lambda n: copies[resolve(n.name, table)]))
+    graph.output(tuple(copies[name] for name in island.outputs))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+def _copied(graph: Graph, source: Node, copy_of: Callable[[Node], Node]) -> Node:
+    """A node with the copies of its inputs; what torch-mlir imports wrongly is written out."""
+    if _is_tanh_gelu(source):
+        return _tanh_gelu(graph, source, copy_of(source.all_input_nodes[0]))
+    return graph.node_copy(source, copy_of)
+
+
+def _decomposed(module: GraphModule) -> GraphModule:
     """The same with every operation that PyTorch has simpler ones for replaced by those."""
-    inputs = [model.fx[name].meta["val"] for name in island.inputs]
+    inputs = [node.meta["val"] for node in module.graph.find_nodes(op="placeholder")]
     simpler: Any = core_aten_decompositions()
     with inputs[0].fake_mode if inputs else FakeTensorMode():
         return make_fx(module, decomposition_table=simpler)(*inputs)
@@ -110,7 +150,7 @@ def _tanh_gelu(graph: Graph, source: Node, x: Node) -> Node:
 
     def call(target: Any, *args: Any) -> Node:
         node = graph.call_function(target, args)
-        node.meta = dict(source.meta)
+        node.meta = dict(x.meta)
         return node
 
     mul, add = torch.ops.aten.mul.Tensor, torch.ops.aten.add.Tensor
@@ -140,6 +180,8 @@ def signature(island: Island, model: ExportedModel, table: Mapping[str, GraphNod
     for name in island.nodes:
         describe(name)
     lines.append("out " + " ".join(numbers[n] for n in island.outputs))
+    if island.columns:
+        lines.append(f"on {island.columns} columns")
     return "\n".join(lines)
 
 

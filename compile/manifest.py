@@ -16,7 +16,7 @@ from buddy_pipeline.partition.layers import BlockRole
 from buddy_pipeline.partition.sealed_json import seal, unseal
 
 #: Raised whenever the meaning of a field changes; older plans are then made anew.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 #: Every value's row is padded to this many elements, whatever the target's vectors, so that ranks
 #: with different CPUs agree on what crosses.
 ROW_PAD = 32
@@ -111,13 +111,15 @@ class Parameter:
 
     `layout` is "panels" (packed in the weight format `form`, matrices one after the other, each
     padded to whole panels), "panel_bias" (biases of such matrices in the same order, f32, padded
-    with zeros), or "plain" (f32, as stored).
+    with zeros), or "plain" (f32, as stored). Where matrices of one size are `alternating`, first
+    come the first panels of all, then the second ones, and so on.
     """
 
     layout: str
     parts: tuple[WeightPart, ...]
     panel: int  # outputs of one panel; 0 for plain
     form: str = "f32"
+    alternating: bool = False
 
 
 @dataclass(frozen=True)

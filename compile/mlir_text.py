@@ -134,6 +134,11 @@ class Text:
         null = self.op("llvm.mlir.zero : !llvm.ptr")
         return self.op(f'llvm.icmp "eq" {pointer}, {null} : !llvm.ptr')
 
+    def is_set(self, pointer: str) -> str:
+        """Whether a pointer is not null, as i1."""
+        null = self.op("llvm.mlir.zero : !llvm.ptr")
+        return self.op(f'llvm.icmp "ne" {pointer}, {null} : !llvm.ptr')
+
     def constant(self, value: int | float, kind: str = "i64") -> str:
         """A scalar constant, or a splat when `kind` is a vector type."""
         element = kind.rsplit("x", 1)[-1].rstrip(">") if kind.startswith("vector") else kind
@@ -201,6 +206,12 @@ class Text:
     def fma(self, left: str, right: str, addend: str, vector: str) -> str:
         """left · right + addend with one rounding (`vector.fma` would leave that to the target)."""
         return self.op(f"math.fma {left}, {right}, {addend} : {vector}")
+
+    def function_address(self, name: str, kinds: Sequence[str]) -> str:
+        """The address of a function of the module that takes `kinds` and returns nothing."""
+        function = f"({', '.join(kinds)}) -> ()"
+        constant = self.op(f"func.constant @{name} : {function}")
+        return self.op(f"builtin.unrealized_conversion_cast {constant} : {function} to !llvm.ptr")
 
     def call(self, name: str, args: Sequence[tuple[str, str]], result: str = "") -> str:
         """Calls `@name`; returns the result's name when there is one."""

@@ -30,7 +30,7 @@ class NodeWeights:
         self._names = model.parameters
         self._table = table
         self._variant = variant
-        self._panel = target.panel
+        self.panel = target.panel
         self._linears = {
             self._names[weight.name]: name
             for name, node in model.fx.items()
@@ -66,10 +66,13 @@ class NodeWeights:
         form = self._table_form(aliases)
         part = WeightPart(aliases, (), shape, False)
         _check_rows(part, form)
-        return Parameter("panels", (part,), self._panel, form)
+        return Parameter("panels", (part,), self.panel, form)
 
-    def linears(self, nodes: Sequence[str]) -> tuple[Parameter, Parameter | None]:
-        """The packed weights of linears side by side, and their biases if any has one."""
+    def linears(
+        self, nodes: Sequence[str], *, alternating: bool
+    ) -> tuple[Parameter, Parameter | None]:
+        """The packed weights of linears side by side, and their biases if any has one; see
+        `Parameter` for those whose panels alternate."""
         parts = []
         for name in nodes:
             node = self._model.fx[name]
@@ -84,10 +87,10 @@ class NodeWeights:
         form = self.linear_form(nodes[0])
         for part in weights:
             _check_rows(part, form)
-        packed = Parameter("panels", weights, self._panel, form)
+        packed = Parameter("panels", weights, self.panel, form, alternating)
         if not any(part.bias for part in parts):
             return packed, None
-        return packed, Parameter("panel_bias", tuple(parts), self._panel)
+        return packed, Parameter("panel_bias", tuple(parts), self.panel, alternating=alternating)
 
     def experts(self, node: Node) -> tuple[Parameter, Parameter | None]:
         """The packed weights of all experts, and their biases if they have some."""
@@ -101,11 +104,11 @@ class NodeWeights:
         form = self._variant.linear(names, bias is not None, is_table=False)
         stack = WeightPart(names, (), tuple(weight.meta["val"].shape), transposed)
         _check_rows(stack, form)
-        packed = Parameter("panels", (stack,), self._panel, form)
+        packed = Parameter("panels", (stack,), self.panel, form)
         if bias is None:
             return packed, None
         biases = (replace(stack, bias=self._names[bias.name]),)
-        return packed, Parameter("panel_bias", biases, self._panel)
+        return packed, Parameter("panel_bias", biases, self.panel)
 
     def _table_form(self, aliases: tuple[str, ...]) -> str:
         """The weight format of an embedding table: that of a head that shares it, if one does."""

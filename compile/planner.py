@@ -222,7 +222,10 @@ def _region_names(drafted: Drafted) -> Iterator[str]:
         kind = type(item).__name__.lower()
         if isinstance(item, Linear):
             parts = drafted.bound.parameters[item.weight - first_parameter].parts
-            yield " ".join([kind, *(part.weight[0].split(".")[-2] for part in parts)])
+            names = [kind, *(part.weight[0].split(".")[-2] for part in parts)]
+            if item.epilogue is not None:
+                names.append(f"with island {item.epilogue.source}")
+            yield " ".join(names)
         elif isinstance(item, ExpertLinear):
             (part,) = drafted.bound.parameters[item.weight - first_parameter].parts
             yield f"experts {part.weight[0].split('.')[-1]}"

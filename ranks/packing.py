@@ -1,5 +1,6 @@
 """Weights in the layouts that kernels read, made from a checkpoint's rows in bounded pieces."""
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -63,9 +64,9 @@ def packed_bytes(parameter: Parameter) -> int:
 def pack(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:
     """Writes one parameter in its layout to `place`, uint8 [packed_bytes], which holds zeros.
 
-    "panels": [panels, panel bytes], matrices one after the other, missing outputs of a matrix's
-    last panel zero. "panel_bias": float32 [panels · panel]. "plain": the elements as stored,
-    float32.
+    "panels": [panels, panel bytes], missing outputs of a matrix's last panel zero. "panel_bias":
+    float32 [panels · panel]. In both, matrices lie as `_places` says. "plain": the elements as
+    stored, float32.
     """
     if parameter.layout == "panels":
         _pack_panels(parameter, checkpoint, place)
@@ -82,6 +83,15 @@ def _panel_counts(parameter: Parameter) -> list[int]:
     return [-(-part.rows // parameter.panel) for part, _ in _matrices(parameter)]
 
 
+def _places(parameter: Parameter) -> list[slice]:
+    """Which panels are those of each matrix: one matrix after the other, or in turns."""
+    counts = _panel_counts(parameter)
+    if parameter.alternating:
+        return [slice(number, None, len(counts)) for number in range(len(counts))]
+    ends = list(itertools.accumulate(counts))
+    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
 def _matrices(parameter: Parameter) -> Iterator[tuple[WeightPart, int]]:
     """The matrices of all parts: (part, which of its stack)."""
     for part in parameter.parts:
@@ -91,14 +101,11 @@ def _matrices(parameter: Parameter) -> Iterator[tuple[WeightPart, int]]:
 
 def _pack_panels(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:
     form, width = weight_format(parameter.form), parameter.panel
-    counts = _panel_counts(parameter)
-    panels = place.reshape(sum(counts), -1)
-    start = 0
-    for (part, matrix), count in zip(_matrices(parameter), counts, strict=True):
+    panels = place.reshape(sum(_panel_counts(parameter)), -1)
+    for (part, matrix), where in zip(_matrices(parameter), _places(parameter), strict=True):
         name = checkpoint.expect(*part.weight, shape=part.shape).name
         outputs = outputs_reader(form, part, name, checkpoint, matrix)
-        _pack_matrix(panels[start : start + count], part, form, width, outputs)
-        start += count
+        _pack_matrix(panels[where], part, form, width, outputs)
 
 
 def _pack_matrix(
@@ -108,11 +115,16 @@ def _pack_matrix(
     width: int,
     outputs: Callable[[int, int], np.ndarray],
 ) -> None:
-    """Packs one matrix, some panels at a time."""
+    """Packs one matrix, some panels at a time, by way of memory of its own where its panels
+    alternate with others."""
     piece = max(1, _PIECE // (width * part.columns))
     for first in range(0, len(panels), piece):
         low, high = first * width, min((first + piece) * width, part.rows)
-        form.pack(outputs(low, high), panels[first : first + -(-(high - low) // width)])
+        wanted = panels[first : first + -(-(high - low) // width)]
+        together = wanted if wanted.flags.c_contiguous else np.zeros_like(wanted, order="C")
+        form.pack(outputs(low, high), together)
+        if together is not wanted:
+            wanted[:] = together
 
 
 def outputs_reader(
@@ -150,10 +162,11 @@ def _converted(form: WeightFormat, rows: np.ndarray, name: str) -> np.ndarray:
 
 
 def _pack_bias(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:
-    values, start = place.view(np.float32), 0
-    for (part, matrix), count in zip(_matrices(parameter), _panel_counts(parameter), strict=True):
+    values = place.view(np.float32).reshape(-1, parameter.panel)
+    for (part, matrix), where in zip(_matrices(parameter), _places(parameter), strict=True):
         if part.bias:
             name = checkpoint.expect(*part.bias, shape=part.bias_shape).name
             bias = checkpoint.read(name).reshape(part.matrices, part.rows)[matrix]
-            values[start : start + part.rows] = bias
-        start += count * parameter.panel
+            panels = values[where]
+            padded = np.pad(bias, (0, panels.size - bias.size))
+            panels[:] = padded.reshape(panels.shape)

@@ -123,7 +123,7 @@ class _Experts:
         `member` takes its share of the panels."""
         t, width = self.t, self.target.panel
         with t.function("group", _GROUP_ARGS, private=True):
-            zero, one = t.constant(0), t.constant(1)
+            zero, one, none = t.constant(0), t.constant(1), t.op("llvm.mlir.zero : !llvm.ptr")
             entries = self._entries("%scratch")
             gathered = t.gep(entries, self.most * _ENTRY_BYTES, "i8")
             unit = t.constant(_ROW_ELEMENTS)
@@ -149,6 +149,9 @@ class _Experts:
                     "%rows",
                     "%depth",
                     count,
+                    one,
+                    none,
+                    none,
                     zero,
                     one,
                     rest,

@@ -20,9 +20,11 @@ from buddy_pipeline.compile.formats.base import (
 from buddy_pipeline.compile.kernels.linear_parts import (
     BLOCK_TILES,
     SIGNATURE,
+    SIZES,
     LinearParts,
     ceil_div,
     linear_name,
+    near_bytes,
 )
 from buddy_pipeline.compile.kernels.linear_tile import LinearTile, call_tile, sizes_of_several
 from buddy_pipeline.compile.kernels.matrix_linear import MatrixLinear, matrix_scratch_bytes
@@ -38,7 +40,8 @@ def linear_scratch_bytes(target: Target, form: WeightFormat, depth: int) -> int:
     activation = form.activation(target)
     blocks = -(-depth // most_depth(target, form, activation))
     rows = max(BLOCK_TILES, blocks) * tile_rows(target, form)
-    return rows * row_bytes(target, activation)
+    near = near_bytes(target, BLOCK_TILES * tile_rows(target, form))
+    return near + rows * row_bytes(target, activation)
 
 
 def emit_linear(target: Target, form: WeightFormat) -> str:
@@ -66,6 +69,20 @@ _COPY_ARGS = [
     ("rows", "i64"),
     ("depth", "i64"),
 ]
+_PANEL_ARGS = [
+    ("a", "!llvm.ptr"),
+    ("w", "!llvm.ptr"),
+    ("c", "!llvm.ptr"),
+    ("ldc", "i64"),
+    ("depth", "i64"),
+    ("bias", "!llvm.ptr"),
+    ("scales", "!llvm.ptr"),
+    ("first", "i1"),
+    ("last", "i1"),
+    ("following", "!llvm.ptr"),
+    ("rows", "i64"),
+]
+_MANY_ARGS = [*SIZES, ("low", "i64"), ("high", "i64"), ("scratch", "!llvm.ptr")]
 
 
 class _Linear(LinearParts):
@@ -79,6 +96,7 @@ class _Linear(LinearParts):
         self._copy_rows()
         for rows in sizes:
             self._few_tokens(rows)
+        self._panel_tiles()
         self._many_tokens()
         self._entry()
         return self.t
@@ -125,12 +143,10 @@ class _Linear(LinearParts):
 
     def _many_tokens(self) -> None:
         """`many_tokens(…)`: blocks of tokens × K; the team shares (token block, panel) units."""
-        t, target = self.t, self.target
-        args = [*SIGNATURE[:9], ("low", "i64"), ("high", "i64"), ("scratch", "!llvm.ptr")]
-        with t.function("many_tokens", args, private=True):
+        t = self.t
+        with t.function("many_tokens", _MANY_ARGS, private=True):
             zero, one, block = t.constant(0), t.constant(1), self.block()
             panel_size = self.panel_bytes()
-            unit = t.constant(self.form.unit_bytes(target.panel))
             blocks = ceil_div(t, "%tokens", self.tile_rows * BLOCK_TILES)
             with t.loop(zero, blocks, one) as b:
                 # The part of this thread's unit range that lies in token block b.
@@ -139,35 +155,49 @@ class _Linear(LinearParts):
                 high = t.binary("arith.minsi", t.binary("arith.subi", "%high", base), "%panels")
                 row_low, row_high = thread_share(t, "%tokens", b.index, blocks)
                 rows = t.binary("arith.subi", row_high, row_low)
-                tiles = ceil_div(t, rows, self.tile_rows)
-                pace = t.binary("arith.ceildivui", unit, tiles)
+                out = t.gep("%out", t.mul(row_low, "%ldo"))
+                at_once = t.compare("uge", block, "%depth")
+                out, ldo, around = self.outputs(at_once, out, "%scratch")
+                packed = t.gep("%scratch", self.near_bytes, "i8")
                 mine = t.compare("slt", low, high)
                 with t.loop(zero, t.select(mine, "%depth", zero, "i64"), block) as k:
                     depth = self.block_depth(k.index, block)
-                    ends = self.ends(k.index, depth)
-                    units = ceil_div(t, depth, self.form.unit)
+                    first, last = self.ends(k.index, depth)
                     x = t.gep(t.gep("%x", t.mul(row_low, "%ldx")), k.index)
-                    self.call("copy_rows", _COPY_ARGS, [x, "%ldx", "%scratch", rows, depth])
+                    self.call("copy_rows", _COPY_ARGS, [x, "%ldx", packed, rows, depth])
                     with t.loop(low, high, one) as panel:
                         scales = t.gep("%w", t.mul(panel.index, panel_size), "i8")
                         w = self.weights_at(scales, k.index)
-                        column = t.mul(panel.index, t.constant(target.panel))
-                        bias = self.bias_at(panel.index)
-                        with t.loop(zero, tiles, one) as tile:
-                            start, end = thread_share(t, rows, tile.index, tiles)
-                            a = t.gep("%scratch", t.mul(start, t.constant(self.row_bytes)), "i8")
-                            row = t.add(row_low, start)
-                            c = t.gep(t.gep("%out", t.mul(row, "%ldo")), column)
-                            part = t.mul(t.mul(units, tile.index), pace)
-                            ahead = [t.gep(t.gep(w, panel_size, "i8"), part, "i8"), pace]
-                            call = [a, w, c, "%ldo", depth, bias, scales, *ends, *ahead]
-                            t.switch(
-                                t.binary("arith.subi", end, start),
-                                {
-                                    size: partial(call_tile, self, size, call)
-                                    for size in sizes_of_several(self)
-                                },
-                            )
+                        c = self.column(out, panel.index, around)
+                        following = t.gep(w, panel_size, "i8")
+                        values = [packed, w, c, ldo, depth, self.bias_at(panel.index), scales]
+                        values += [first, last, following, rows]
+                        self.call("panel_tiles", _PANEL_ARGS, values)
+                        with t.when(last):
+                            self.finish_group(c, ldo, row_low, rows, panel.index)
+            t.line("return")
+
+    def _panel_tiles(self) -> None:
+        """`panel_tiles(…)`: `rows` tokens by one panel over a K block, in tiles that each ask for a
+        part of what the %following panel has there."""
+        t = self.t
+        with t.function("panel_tiles", _PANEL_ARGS, private=True):
+            zero, one = t.constant(0), t.constant(1)
+            unit = t.constant(self.form.unit_bytes(self.target.panel))
+            units = ceil_div(t, "%depth", self.form.unit)
+            tiles = ceil_div(t, "%rows", self.tile_rows)
+            pace = t.binary("arith.ceildivui", unit, tiles)
+            with t.loop(zero, tiles, one) as tile:
+                start, end = thread_share(t, "%rows", tile.index, tiles)
+                a = t.gep("%a", t.mul(start, t.constant(self.row_bytes)), "i8")
+                c = t.gep("%c", t.mul(start, "%ldc"))
+                part = t.mul(t.mul(units, tile.index), pace)
+                ahead = [t.gep("%following", part, "i8"), pace]
+                call = [a, "%w", c, "%ldc", "%depth", "%bias", "%scales", "%first", "%last", *ahead]
+                t.switch(
+                    t.binary("arith.subi", end, start),
+                    {size: partial(call_tile, self, size, call) for size in sizes_of_several(self)},
+                )
             t.line("return")
 
     def _entry(self) -> None:
@@ -175,7 +205,7 @@ class _Linear(LinearParts):
         t, most = self.t, self.tile_rows
         with t.function(linear_name(self.form), SIGNATURE):
             zero, block = t.constant(0), self.block()
-            low, high = thread_share(t, "%panels", "%tid", "%team")
+            low, high = self.share(t.constant(1))
 
             def few(rows: int) -> None:
                 with t.loop(zero, "%depth", block) as k:
@@ -188,10 +218,11 @@ class _Linear(LinearParts):
                 self.call(f"few_tokens_{rows}", _RANGE_ARGS, values)
 
             t.switch("%tokens", {rows: partial(few, rows) for rows in range(1, most + 1)})
+            with t.when(t.compare("ule", "%tokens", t.constant(most))):
+                outputs = t.gep("%out", t.mul(low, t.constant(self.target.panel)))
+                self.finish(outputs, "%ldo", t.constant(0), "%tokens", low, high)
             with t.when(t.compare("ugt", "%tokens", t.constant(most))):
-                units = t.mul(ceil_div(t, "%tokens", most * BLOCK_TILES), "%panels")
-                first, last = thread_share(t, units, "%tid", "%team")
-                call = [(f"%{name}", kind) for name, kind in SIGNATURE[:9]]
-                call += [(first, "i64"), (last, "i64"), ("%scratch", "!llvm.ptr")]
-                t.call("many_tokens", call)
+                first, last = self.share(ceil_div(t, "%tokens", most * BLOCK_TILES))
+                given = [f"%{name}" for name, _ in SIZES]
+                self.call("many_tokens", _MANY_ARGS, [*given, first, last, "%scratch"])
             t.line("return")

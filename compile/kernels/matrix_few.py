@@ -14,7 +14,6 @@ from buddy_pipeline.compile.formats.base import places, prefetch_ahead
 from buddy_pipeline.compile.kernels import vector_math as vm
 from buddy_pipeline.compile.kernels.linear_parts import LinearParts, ceil_div
 from buddy_pipeline.compile.kernels.matrix_tiles import TILE_DEPTH
-from buddy_pipeline.compile.kernels.step import thread_share
 
 #: The most tokens that do without the unit.
 MOST_FEW = 3
@@ -183,9 +182,11 @@ def call_few_tokens(parts: LinearParts, rows: int) -> None:
     t = parts.t
     ld = t.add("%depth", t.constant(1))
     parts.call("round_rows", _ROUND_ARGS, ["%x", "%ldx", "%scratch", ld, "%tokens", "%depth"])
-    low, high = thread_share(t, "%panels", "%tid", "%team")
+    low, high = parts.share(t.constant(1))
     values = ["%scratch", ld, "%out", "%ldo", "%w", "%bias", "%depth", low, high]
     _without_subnormals(parts, partial(parts.call, _name(rows), _ARGS, values))
+    outputs = t.gep("%out", t.mul(low, t.constant(parts.target.panel)))
+    parts.finish(outputs, "%ldo", t.constant(0), "%tokens", low, high)
 
 
 def _without_subnormals(parts: LinearParts, work: Callable[[], object]) -> None:

@@ -19,6 +19,7 @@ from buddy_pipeline.compile.kernels.linear_parts import (
     SIGNATURE,
     ceil_div,
     linear_name,
+    near_bytes,
 )
 from buddy_pipeline.compile.kernels.matrix_few import (
     MOST_FEW,
@@ -52,7 +53,8 @@ def matrix_scratch_bytes(target: Target, depth: int) -> int:
     the rows of few tokens."""
     steps = -(-depth // TILE_DEPTH)
     packed = min(_PACKED_BYTES, BLOCK_TILES * steps * PACKED_STEP)
-    return max(fixed_scratch_bytes(target) + packed, few_tokens_bytes(depth))
+    before = fixed_scratch_bytes(target) + near_bytes(target, BLOCK_TILES * 2 * MATRIX_ROWS)
+    return max(before + packed, few_tokens_bytes(depth))
 
 
 class MatrixLinear(MatrixPanels):
@@ -76,7 +78,7 @@ class MatrixLinear(MatrixPanels):
         with t.function("in_tiles", SIGNATURE, private=True):
             zero, one = t.constant(0), t.constant(1)
             blocks = ceil_div(t, "%tokens", self.tile_rows * BLOCK_TILES)
-            unit_low, unit_high = thread_share(t, t.mul(blocks, "%panels"), "%tid", "%team")
+            unit_low, unit_high = self.share(blocks)
             with t.loop(zero, blocks, one) as b:
                 # The part of this thread's unit range that lies in token block b.
                 base = t.mul(b.index, "%panels")
@@ -93,16 +95,28 @@ class MatrixLinear(MatrixPanels):
                 most = t.binary("arith.divui", steps, ceil_div(t, rows, self.tile_rows))
                 part = self.even_part("%depth", t.mul(most, t.constant(TILE_DEPTH)))
                 mine = t.compare("slt", low, high)
+                is_many = t.compare("ugt", rows, t.constant(MATRIX_ROWS))
+                at_once = t.binary("arith.andi", is_many, t.compare("uge", part, "%depth"), "i1")
+                out, ldo, around = self.outputs(at_once, out, self.near_outputs())
                 with t.loop(zero, t.select(mine, "%depth", zero, "i64"), part) as k:
                     length = self.part_length(k.index, part, "%depth")
                     pack = [t.gep(x, k.index), "%ldx", self.packed(), rows, length]
                     call_pack_rows(self, pack)
-                    panels = [out, "%ldo", "%w", "%bias", rows, "%depth", k.index, length]
-                    panels += [low, high, "%scratch"]
+                    panels = [out, ldo, "%w", "%bias", rows, "%depth", k.index, length]
+                    panels += [
+                        low,
+                        high,
+                        row_low,
+                        around,
+                        "%group",
+                        "%epilogue",
+                        "%context",
+                        "%scratch",
+                    ]
                     t.choose(
-                        t.compare("ule", rows, t.constant(MATRIX_ROWS)),
-                        partial(self.call, "one_tile", PANELS_ARGS, panels),
+                        is_many,
                         partial(self.call, "many_tiles", PANELS_ARGS, panels),
+                        partial(self.call, "one_tile", PANELS_ARGS, panels),
                         [],
                     )
             t.line('llvm.call_intrinsic "llvm.x86.tilerelease"() : () -> ()')

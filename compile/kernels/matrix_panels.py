@@ -34,6 +34,11 @@ PANELS_ARGS = [
     ("length", "i64"),
     ("low", "i64"),
     ("high", "i64"),
+    ("row", "i64"),
+    ("around", "i64"),
+    ("group", "i64"),
+    ("epilogue", "!llvm.ptr"),
+    ("context", "!llvm.ptr"),
     ("scratch", "!llvm.ptr"),
 ]
 _ROWS_ARGS = [
@@ -52,7 +57,7 @@ _BIAS_ARGS = [("bias", "!llvm.ptr"), ("c", "!llvm.ptr"), ("ldc", "i64"), ("rows"
 
 
 def fixed_scratch_bytes(target: Target) -> int:
-    """Bytes before the packed activations: configurations, and weights of last steps."""
+    """Bytes before what depends on sizes: configurations, and weights of last steps."""
     return len(CONFIGS) * CONFIG_BYTES + _FEW_PANELS * weight_step(target)
 
 
@@ -124,6 +129,9 @@ class MatrixPanels(LinearParts):
                 panels(panel.index, _FEW_PANELS)
             with t.loop(middle, "%high", t.constant(1)) as panel:
                 panels(panel.index, 1)
+            with t.when(self._is_last_part()):
+                outputs = t.gep("%out", t.mul("%low", t.constant(self.target.panel)))
+                self.finish(outputs, "%ldo", "%row", "%rows", "%low", "%high")
             t.line("return")
 
     def _many_tiles(self) -> None:
@@ -135,6 +143,7 @@ class MatrixPanels(LinearParts):
             block = self.even_part("%length", t.constant(_MOST_DEPTH))
             most = t.constant(max(self._shares()))
             shares = t.binary("arith.minui", ceil_div(t, "%rows", self.tile_rows), most)
+            is_whole = self._is_last_part()
             with t.loop("%low", "%high", t.constant(1)) as panel:
                 w, c, begun = self._begin(panel.index)
                 with t.loop(t.constant(0), "%length", block) as k:
@@ -157,7 +166,13 @@ class MatrixPanels(LinearParts):
                             for tiles, lines in self._shares().items()
                         },
                     )
+                with t.when(is_whole):
+                    self.finish_group(c, "%ldo", "%row", "%rows", panel.index)
             t.line("return")
+
+    def _is_last_part(self) -> str:
+        """Whether chains are whole when this part of K is done."""
+        return self.t.compare("eq", self.t.add("%first", "%length"), "%depth")
 
     def _row_tiles(self, lines: int) -> None:
         """`row_tiles_L(…)`: all rows by one panel over a block of K; each two tiles ask for L lines
@@ -197,7 +212,7 @@ class MatrixPanels(LinearParts):
         the weights of a last part of a step with zeros behind them."""
         t = self.t
         w = self.weights_at(t.gep("%w", t.mul(panel, self.panel_bytes()), "i8"), "%first")
-        c = t.gep("%out", t.mul(panel, t.constant(self.target.panel)))
+        c = self.column("%out", panel, "%around")
         with t.when(has_rest(t, "%length")):
             to = t.gep(self._ends(), place * weight_step(self.target), "i8")
             call_pad_weights(self, [w, to, "%length"])
@@ -231,6 +246,10 @@ class MatrixPanels(LinearParts):
     def _ends(self) -> str:
         return self.t.gep("%scratch", len(CONFIGS) * CONFIG_BYTES, "i8")
 
+    def near_outputs(self) -> str:
+        """Address of outputs that stay near."""
+        return self.t.gep("%scratch", fixed_scratch_bytes(self.target), "i8")
+
     def packed(self) -> str:
         """Address of the packed activations."""
-        return self.t.gep("%scratch", fixed_scratch_bytes(self.target), "i8")
+        return self.t.gep(self.near_outputs(), self.near_bytes, "i8")

@@ -19,6 +19,7 @@ from buddy_pipeline.compile.formats.base import panel_bytes
 from buddy_pipeline.compile.host_features import host_features
 from buddy_pipeline.compile.kernels import attention, driver, embedding, experts, linear, top_k
 from buddy_pipeline.compile.kernels.attention_shape import AttentionShape, partial_bytes
+from buddy_pipeline.compile.kernels.linear_parts import EPILOGUE_SIGNATURE
 from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.lowering import lower_kernel
 from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SPAN, SPLIT_UNITS, KvLayer, StepWord
@@ -180,8 +181,9 @@ def run_linear_rows(
     bias: np.ndarray | None = None,
     team: int = 1,
     form: str = "f32",
+    epilogue: "Epilogue | None" = None,
 ) -> np.ndarray:
-    """The same on weights in the format's own type."""
+    """The same on weights in the format's own type; with an epilogue, what that was given."""
     tokens, depth = x.shape
     outputs = len(rows_stored)
     kernel = _linear_kernel(target, form)
@@ -207,6 +209,9 @@ def run_linear_rows(
             tokens,
             depth,
             len(packed),
+            1 if epilogue is None else epilogue.group,
+            None if epilogue is None else epilogue.address,
+            CONTEXT,
             tid,
             team,
             scratch,
@@ -216,7 +221,45 @@ def run_linear_rows(
     in_team(team, work)
     assert (out[:, width:] == 7.0).all(), "wrote behind a row"
     assert (out[tokens:] == 7.0).all(), "wrote behind the last row"
+    if epilogue is not None:
+        return epilogue.seen()[:, :outputs]
     return out[:tokens, :outputs]
+
+
+#: What an epilogue is given first, as it came.
+CONTEXT = 0x123456789
+
+
+class Epilogue:
+    """An epilogue of a linear that keeps what it is given, and when nothing it has is wrong."""
+
+    def __init__(self, target: Target, tokens: int, panels: int, group: int) -> None:
+        self.group = group
+        self._width = group * target.panel
+        self._values = np.zeros((tokens, panels * target.panel), np.float32)
+        self._calls = np.zeros((tokens, panels // group), int)
+        self._contexts: set[int] = set()
+        kinds = [_CTYPES[kind] for _, kind in EPILOGUE_SIGNATURE]
+        self._function = ctypes.CFUNCTYPE(None, *kinds)(self._call)
+        self.address = ctypes.cast(self._function, ctypes.c_void_p).value
+
+    def _call(
+        self, context: int, outputs: int, stride: int, row: int, rows: int, group: int, groups: int
+    ) -> None:
+        width = groups * self._width
+        memory = (ctypes.c_float * ((rows - 1) * stride + width)).from_address(outputs)
+        given = np.lib.stride_tricks.as_strided(
+            np.frombuffer(memory, np.float32), (rows, width), (4 * stride, 4)
+        )
+        first = group * self._width
+        self._values[row : row + rows, first : first + width] = given
+        self._calls[row : row + rows, group : group + groups] += 1
+        self._contexts.add(context)
+
+    def seen(self) -> np.ndarray:
+        """The outputs of all tokens; checks that each came once."""
+        assert (self._calls == 1).all() and self._contexts == {CONTEXT}
+        return self._values
 
 
 @functools.cache

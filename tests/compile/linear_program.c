@@ -9,7 +9,8 @@
 #include <string.h>
 
 void KERNEL(void *x, int64_t ldx, void *out, int64_t ldo, void *w, void *bias, int64_t tokens,
-            int64_t depth, int64_t panels, int64_t tid, int64_t team, void *scratch);
+            int64_t depth, int64_t panels, int64_t group, void *epilogue, void *context, int64_t tid,
+            int64_t team, void *scratch);
 
 static void *take(int64_t bytes, FILE *from) {
   void *memory = aligned_alloc(64, (bytes + 127) / 64 * 64);
@@ -29,7 +30,8 @@ int main(int count, char **names) {
   if (!x || !w || !bias || !out || !scratch)
     return 4;
   for (int64_t tid = 0; tid < 2; tid++)
-    KERNEL(x, n[LDX], out, n[LDO], w, bias, n[TOKENS], n[DEPTH], n[PANELS], tid, 2, scratch);
+    KERNEL(x, n[LDX], out, n[LDO], w, bias, n[TOKENS], n[DEPTH], n[PANELS], 1, NULL, NULL, tid, 2,
+           scratch);
   FILE *to = fopen(names[2], "wb");
   if (!to || fwrite(out, 1, n[OUT], to) != (size_t)n[OUT])
     return 5;

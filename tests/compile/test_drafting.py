@@ -1,6 +1,8 @@
 """Drafts: one template for like layers, words of the args table, and temporaries that are reused
 only when nobody needs them."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from buddy_pipeline.compile.draft import (
@@ -53,12 +55,37 @@ def test_sizes_window_and_variant_make_other_templates() -> None:
 
 @on_each_family
 def test_fragments_are_few(family: str) -> None:
-    """Norm, one pass for q, k and v, rotation, attention, output, norm, one pass for gate and up,
-    their product, down, residual."""
+    """Norm, one pass for q, k and v, rotation, attention, output, norm, one pass for gate and up
+    with their product, down with the residual; Gemma norms before it adds."""
     items = model(family).drafts(TARGETS[0])["layer1"].draft.items
     kinds = [type(item) for item in items]
     around = [IslandCall, Linear, IslandCall, Attention, Linear]
-    assert kinds == [*around, *around[:3], Linear, IslandCall]
+    normed = family == "gemma2"
+    assert kinds == [*around, IslandCall, Linear, Linear, *[IslandCall] * normed]
+    epilogues = [i.epilogue is not None for i in items if isinstance(i, Linear)]
+    assert epilogues == [False, False, True, not normed]
+
+
+def test_a_head_caps_its_logits_as_it_makes_them() -> None:
+    *_, head = model("gemma2").drafts(TARGETS[0])["postlude"].draft.items
+    assert isinstance(head, Linear) and head.epilogue is not None
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_what_others_read_too_or_rows_norm_is_no_epilogue(family: str) -> None:
+    """Of partitions of one module the residual that leaves one is added in another."""
+    of = model(family)
+    for drafted in of.drafts(TARGETS[0]).values():
+        for number in drafted.bound.epilogues:
+            inside = set(drafted.bound.fragments[number + 1].nodes)
+            for name in drafted.bound.fragments[number].nodes:
+                readers = {
+                    node.name
+                    for node in of.exported.nodes
+                    if node.kind is not NodeKind.VIEW
+                    and name in {resolve(source, of.table) for source in node.inputs}
+                }
+                assert readers and readers <= inside
 
 
 @on_each_mixture
@@ -102,6 +129,14 @@ def writes(item: Item) -> list[Row]:
     return [item.out]
 
 
+def single_steps(draft: Draft) -> Iterator[Item]:
+    """The items, with the epilogues of linears as items of their own."""
+    for item in draft.items:
+        yield item
+        if isinstance(item, Linear) and item.epilogue is not None:
+            yield item.epilogue
+
+
 def fragments(of: Model, partition: Partition, drafted: Drafted) -> list[tuple[str, ...]]:
     """The values that each item but gathers makes: linears of results that leave stand alone."""
     found = []
@@ -141,8 +176,19 @@ def values_written(
     for name in nodes:
         places[item.out.word, item.out.column + column] = name
         outputs = of.exported.fx[name].meta["val"].numel()
-        column += -(-outputs // panel) * panel
+        alternate = isinstance(item, Linear) and item.epilogue is not None
+        column += panel if alternate else -(-outputs // panel) * panel
     return places
+
+
+@on_each_kind
+def test_an_epilogue_writes_nothing_that_its_linear_still_reads(family: str) -> None:
+    """Another thread may not have read its input yet."""
+    for drafted in model(family).drafts(TARGETS[0]).values():
+        for item in drafted.draft.items:
+            if isinstance(item, Linear) and item.epilogue is not None:
+                written = {row.word for row in item.epilogue.outputs}
+                assert not written & {item.x.word, item.out.word}
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda t: t.cpu)
@@ -155,7 +201,7 @@ def test_whoever_reads_a_value_finds_it_where_it_looks(family: str, target: Targ
         drafted = drafts[partition.name]
         holds = {(word, 0): name for word, name in enumerate(drafted.bound.inputs)}
         makes = iter(fragments(of, partition, drafted))
-        for item in drafted.draft.items:
+        for item in single_steps(drafted.draft):
             if isinstance(item, Gather):
                 holds[item.to.word, 0] = holds[item.source.word, 0]
                 continue
@@ -180,7 +226,7 @@ def test_words_of_a_table_do_not_overlap(family: str) -> None:
         after_parameters = first + len(bound.parameters)
         scratch = after_parameters + len(bound.constants)
         end = scratch + len(draft.scratch)
-        for item in draft.items:
+        for item in single_steps(draft):
             for row in (*reads(item), *writes(item)):
                 assert row.word < first or scratch <= row.word < end
             if isinstance(item, Linear | ExpertLinear):
@@ -198,7 +244,7 @@ def test_rows_fit_their_temporaries(family: str) -> None:
     for drafted in model(family).drafts(TARGETS[0]).values():
         draft, bound = drafted.draft, drafted.bound
         scratch = len(bound.passed) + len(bound.parameters) + len(bound.constants)
-        for item in draft.items:
+        for item in single_steps(draft):
             for row in (*reads(item), *writes(item)):
                 if row.word >= scratch:
                     size = 8 if row.dtype == "i64" else 4

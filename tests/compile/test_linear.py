@@ -10,9 +10,11 @@ from buddy_pipeline.compile.formats.integer_activation import IntegerBlocks
 from buddy_pipeline.compile.target import Target
 from tests.compile.harness import (
     ROUNDOFF,
+    Epilogue,
     assert_same_bits,
     host,
     run_linear,
+    run_linear_rows,
     runnable_targets,
 )
 
@@ -110,6 +112,22 @@ def test_a_token_has_the_same_bits_alone_and_in_any_batch(
     for tokens in [*range(2, 20), 55, 127, 140]:
         got = run_linear(target, x[:tokens], weight, bias, form=form)
         assert_same_bits(got, alone[:tokens])
+
+
+@on_each_target
+@in_each_form
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 14, 15, 16, 17, 33, 127, 300])
+@pytest.mark.parametrize("group", [1, 2, 3])
+def test_an_epilogue_gets_every_output_once_with_the_bits_it_has_elsewhere(
+    target: Target, form: str, tokens: int, group: int
+) -> None:
+    """One part of K and several, few groups and many, more threads than groups."""
+    for depth, panels, team in ((45, 6, 1), (45, 6, 3), (2500, 6, 2), (70, 18, 2)):
+        x, weight, bias = random_case(tokens, depth, panels * target.panel - 3)
+        rows = FORMATS[form].from_f32(weight)
+        epilogue = Epilogue(target, tokens, panels, group)
+        got = run_linear_rows(target, x, rows, bias, team, form, epilogue)
+        assert_same_bits(got, run_linear_rows(target, x, rows, bias, 1, form))
 
 
 @in_each_float_form

@@ -96,6 +96,23 @@ def test_parts_lie_one_after_the_other_in_whole_panels(
 
 
 @pytest.mark.parametrize("form", TOLERANCE)
+@pytest.mark.parametrize("piece", [1, 45 * 32, 1 << 19])
+def test_panels_that_alternate_are_those_of_each_part_in_turns(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, form: str, piece: int
+) -> None:
+    monkeypatch.setattr(packing, "_PIECE", piece)
+    parts = (part("a.weight", "a.bias"), part("a.weight"))
+    alone = packed(panels(parts[0], form=form), checkpoint).reshape(3, -1)
+    parameter = Parameter("panels", parts, 32, form, alternating=True)
+    data = packed(parameter, checkpoint)
+    assert (data.reshape(3, 2, -1) == alone[:, None]).all()
+    biases = Parameter("panel_bias", parts, 32, alternating=True)
+    bias = packed(biases, checkpoint).view(np.float32).reshape(3, 2, 32)
+    assert (bias[:, 0].reshape(-1)[:70] == TENSORS["a.bias"]).all()
+    assert (bias[:, 0].reshape(-1)[70:] == 0).all() and (bias[:, 1] == 0).all()
+
+
+@pytest.mark.parametrize("form", TOLERANCE)
 @pytest.mark.parametrize("name", ["experts.rows", "experts.turned", "experts.half"])
 def test_matrices_of_a_stack_lie_one_after_the_other_in_whole_panels(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, form: str, name: str
