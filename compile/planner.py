@@ -25,7 +25,8 @@ from buddy_pipeline.compile.template_kernels import (
     partial_result,
     thread_scratch,
 )
-from buddy_pipeline.compile.templates import emit_template, instance_prefix, island_symbol
+from buddy_pipeline.compile.template_symbols import instance_prefix, island_symbol
+from buddy_pipeline.compile.templates import emit_template
 from buddy_pipeline.compile.variant import Variant
 from buddy_pipeline.partition.fragments import resolve
 from buddy_pipeline.partition.graph import GraphNode, NodeKind, Partition

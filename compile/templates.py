@@ -20,7 +20,7 @@ from buddy_pipeline.compile.draft import (
 )
 from buddy_pipeline.compile.formats import weight_format
 from buddy_pipeline.compile.formats.base import panel_bytes
-from buddy_pipeline.compile.kernels.linear_parts import EPILOGUE_SIGNATURE
+from buddy_pipeline.compile.kernels.linear_outputs import EPILOGUE_SIGNATURE
 from buddy_pipeline.compile.kernels.step import (
     declare_end_region,
     end_region,
@@ -30,17 +30,13 @@ from buddy_pipeline.compile.kernels.step import (
 from buddy_pipeline.compile.manifest import StepWord
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
+from buddy_pipeline.compile.template_epilogues import emit_epilogue
 from buddy_pipeline.compile.template_kernels import draft_kernels, item_kernel
-
-
-def island_symbol(template: str, index: int) -> str:
-    """The symbol of a template's island."""
-    return f"{template}_island{index}"
-
-
-def instance_prefix(template: str, number: int) -> str:
-    """What is before the names of the functions of a kernel that only item `number` calls."""
-    return f"{template}_item{number}_"
+from buddy_pipeline.compile.template_symbols import (
+    epilogue_symbol,
+    instance_prefix,
+    island_symbol,
+)
 
 
 def emit_template(draft: Draft, name: str, target: Target, *, instances: bool = False) -> str:
@@ -58,7 +54,7 @@ def emit_template(draft: Draft, name: str, target: Target, *, instances: bool = 
     _declare(t, draft, name, target, symbols)
     for number, item in enumerate(draft.items):
         if isinstance(item, Linear) and item.epilogue is not None:
-            _emit_epilogue(t, item, name, number, target)
+            emit_epilogue(t, item, name, number, target)
     args = [("args", "!llvm.ptr"), ("step", "!llvm.ptr"), ("tid", "i64")]
     with t.function(name, args):
         team = step_word(t, StepWord.TEAM)
@@ -82,42 +78,6 @@ def _declare(t: Text, draft: Draft, name: str, target: Target, symbols: Mapping[
             signatures[island_symbol(name, island.source)] = ["!llvm.ptr"] * count
     for symbol, kinds in signatures.items():
         t.line(f"func.func private @{symbol}({', '.join(kinds)})")
-
-
-def _epilogue_symbol(template: str, number: int) -> str:
-    """The function that a template's linear calls on outputs that it has finished."""
-    return f"{template}_epilogue{number}"
-
-
-def _emit_epilogue(t: Text, item: Linear, name: str, number: int, target: Target) -> None:
-    """Writes the epilogue of a template's item: its island on each token's columns of each group;
-    see `linear_parts.EPILOGUE_SIGNATURE`, of which the args table is the context."""
-    island = item.epilogue
-    assert island is not None
-    with t.function(_epilogue_symbol(name, number), EPILOGUE_SIGNATURE, private=True):
-        zero, one, panel = t.constant(0), t.constant(1), t.constant(target.panel)
-        arguments = [*island.inputs, *island.outputs]
-        words = {a.word if isinstance(a, Row) else a for a in arguments}
-        bases = {word: t.word("%context", word, "!llvm.ptr") for word in sorted(words)}
-
-        def place(argument: Row | int, token: str, group: str) -> str:
-            """Where an argument has these columns of a token, counted from the call's first."""
-            if isinstance(argument, int):
-                return bases[argument]
-            if argument.word == item.out.word:
-                row = t.gep("%outputs", t.mul(token, "%ldo"))
-                width = t.constant(item.parts * target.panel)
-            else:
-                line = t.mul(t.add("%row", token), t.constant(argument.stride))
-                row = t.gep(t.gep(bases[argument.word], line), t.mul("%group", panel))
-                width = panel
-            return t.gep(t.gep(row, t.mul(group, width)), argument.column)
-
-        with t.loop(zero, "%groups", one) as group, t.loop(zero, "%rows", one) as token:
-            pointers = [place(a, token.index, group.index) for a in arguments]
-            symbol = island_symbol(name, island.source)
-            t.call(symbol, [(pointer, "!llvm.ptr") for pointer in pointers])
-        t.line("return")
 
 
 class _Writer:
@@ -219,7 +179,7 @@ class _Writer:
         """Address of the item's epilogue, or a null pointer."""
         if item.epilogue is None:
             return self._optional(None)
-        symbol = _epilogue_symbol(self.name, self.number)
+        symbol = epilogue_symbol(self.name, self.number)
         return self.t.function_address(symbol, [kind for _, kind in EPILOGUE_SIGNATURE])
 
     def _expert_linear(self, item: ExpertLinear) -> None:

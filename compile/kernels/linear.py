@@ -17,14 +17,13 @@ from buddy_pipeline.compile.formats.base import (
     tile_rows,
     weights_ahead,
 )
+from buddy_pipeline.compile.kernels.linear_outputs import LinearOutputs, near_bytes
 from buddy_pipeline.compile.kernels.linear_parts import (
     BLOCK_TILES,
     SIGNATURE,
     SIZES,
-    LinearParts,
     ceil_div,
     linear_name,
-    near_bytes,
 )
 from buddy_pipeline.compile.kernels.linear_tile import LinearTile, call_tile, sizes_of_several
 from buddy_pipeline.compile.kernels.matrix_linear import MatrixLinear, matrix_scratch_bytes
@@ -85,7 +84,7 @@ _PANEL_ARGS = [
 _MANY_ARGS = [*SIZES, ("low", "i64"), ("high", "i64"), ("scratch", "!llvm.ptr")]
 
 
-class _Linear(LinearParts):
+class _Linear(LinearOutputs):
     """Writes the functions of the kernel that works in registers."""
 
     def emit(self) -> Text:

@@ -14,15 +14,11 @@ from buddy_pipeline.compile.formats.base import (
     row_bytes,
     tile_rows,
 )
-from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
 #: Register tiles in one block of tokens; the packed block fills a fraction of L2.
 BLOCK_TILES = 9
-
-#: Panels of a group whose outputs can wait for their epilogue in scratch.
-NEAR_PANELS = 2
 
 #: Argument names and types of the kernel: activations and their row stride (elements), output and
 #: its row stride, packed weights, bias or null, sizes, panels that the epilogue needs together, the
@@ -46,27 +42,11 @@ SIGNATURE = [
 ]
 #: What does not depend on the thread.
 SIZES = SIGNATURE[:-3]
-#: Those of an epilogue, which a thread calls on outputs that it has just finished: its context, the
-#: outputs of token `row` and group `group` and their row stride, tokens, and groups of panels.
-EPILOGUE_SIGNATURE = [
-    ("context", "!llvm.ptr"),
-    ("outputs", "!llvm.ptr"),
-    ("ldo", "i64"),
-    ("row", "i64"),
-    ("rows", "i64"),
-    ("group", "i64"),
-    ("groups", "i64"),
-]
 
 
 def linear_name(form: WeightFormat) -> str:
     """The kernel's symbol."""
     return f"bp_linear_{form.name}"
-
-
-def near_bytes(target: Target, rows: int) -> int:
-    """Bytes of scratch for the outputs of a group, for `rows` tokens."""
-    return 4 * NEAR_PANELS * target.panel * rows
 
 
 class LinearParts:
@@ -80,7 +60,6 @@ class LinearParts:
         self.row_bytes = row_bytes(target, self.activation)
         self.tile_rows = tile_rows(target, form)
         self.most_depth = most_depth(target, form, self.activation)
-        self.near_bytes = near_bytes(target, BLOCK_TILES * self.tile_rows)
         self.vector = f"vector<{target.lanes}xf32>"
 
     def panel_bytes(self) -> str:
@@ -129,58 +108,6 @@ class LinearParts:
         t = self.t
         place = t.gep("%bias", t.mul(panel, t.constant(self.target.panel)))
         return t.select(t.is_null("%bias"), "%bias", place, "!llvm.ptr")
-
-    def share(self, blocks: str) -> tuple[str, str]:
-        """This thread's range of the panels of `blocks` blocks of tokens, in whole groups."""
-        t = self.t
-        groups = t.mul(blocks, t.binary("arith.divui", "%panels", "%group"))
-        low, high = thread_share(t, groups, "%tid", "%team")
-        return t.mul(low, "%group"), t.mul(high, "%group")
-
-    def outputs(self, at_once: str, out: str, near: str) -> tuple[str, str, str]:
-        """Where outputs go: address, row stride, and panels after which they are there again.
-
-        An epilogue's outputs stay `near`, each group in place of the one before, if `at_once` says
-        that a group's chains run from one end to the other: written to %out they would leave the
-        near caches (bf16 in a matrix unit, gate and up of 256 tokens with their product: 0.78 of
-        the time).
-        """
-        t = self.t
-        fits = t.compare("ule", "%group", t.constant(NEAR_PANELS))
-        for condition in (t.is_set("%epilogue"), at_once):
-            fits = t.binary("arith.andi", fits, condition, "i1")
-        stride = t.mul("%group", t.constant(self.target.panel))
-        return (
-            t.select(fits, near, out, "!llvm.ptr"),
-            t.select(fits, stride, "%ldo", "i64"),
-            t.select(fits, "%group", "%panels", "i64"),
-        )
-
-    def column(self, out: str, panel: str, around: str) -> str:
-        """Address of a panel's first output; see `outputs`."""
-        t = self.t
-        place = t.op(f"arith.remui {panel}, {around} : i64")
-        return t.gep(out, t.mul(place, t.constant(self.target.panel)))
-
-    def finish(self, outputs: str, ldo: str, row: str, rows: str, low: str, high: str) -> None:
-        """Calls the epilogue, where there is one, on the whole groups of panels low … high of
-        `rows` tokens from `row` on, whose first output is at `outputs`."""
-        t = self.t
-        with t.when(t.is_set("%epilogue")):
-            group = t.binary("arith.divui", low, "%group")
-            groups = t.binary("arith.divui", t.binary("arith.subi", high, low), "%group")
-            values = ["%context", outputs, ldo, row, rows, group, groups]
-            kinds = ", ".join(kind for _, kind in EPILOGUE_SIGNATURE)
-            t.line(f"llvm.call %epilogue({', '.join(values)}) : !llvm.ptr, ({kinds}) -> ()")
-
-    def finish_group(self, outputs: str, ldo: str, row: str, rows: str, panel: str) -> None:
-        """The same for the group that ends with `panel`, if one does; %outputs are the panel's."""
-        t = self.t
-        high = t.add(panel, t.constant(1))
-        with t.when(t.compare("eq", t.op(f"arith.remui {high}, %group : i64"), t.constant(0))):
-            before = t.binary("arith.subi", t.constant(1), "%group")
-            first = t.gep(outputs, t.mul(before, t.constant(self.target.panel)))
-            self.finish(first, ldo, row, rows, t.add(panel, before), high)
 
     def call(self, name: str, args: Sequence[tuple[str, str]], values: Sequence[str]) -> list[str]:
         """Calls a function that returns nothing; `args` are its own names and types."""

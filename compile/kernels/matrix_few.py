@@ -12,7 +12,8 @@ from functools import partial
 
 from buddy_pipeline.compile.formats.base import places, prefetch_ahead
 from buddy_pipeline.compile.kernels import vector_math as vm
-from buddy_pipeline.compile.kernels.linear_parts import LinearParts, ceil_div
+from buddy_pipeline.compile.kernels.linear_outputs import LinearOutputs
+from buddy_pipeline.compile.kernels.linear_parts import ceil_div
 from buddy_pipeline.compile.kernels.matrix_tiles import TILE_DEPTH
 
 #: The most tokens that do without the unit.
@@ -37,7 +38,7 @@ _ARGS = [
 class FewTokens:
     """Writes `few_tokens_R(…)` for R tokens: panels low … high over all of K."""
 
-    def __init__(self, parts: LinearParts, rows: int) -> None:
+    def __init__(self, parts: LinearOutputs, rows: int) -> None:
         self._parts, self._t, self._target = parts, parts.t, parts.target
         self._rows, self._vector = rows, parts.vector
         self._places = places(parts.target, rows)
@@ -148,7 +149,7 @@ _ROUND_ARGS = [
 ]
 
 
-def emit_round_rows(parts: LinearParts) -> None:
+def emit_round_rows(parts: LinearOutputs) -> None:
     """`round_rows(x, ldx, to, ldto, rows, depth)`: rows of x rounded to bf16, kept as f32, and a
     zero behind a row of odd depth."""
     t, target = parts.t, parts.target
@@ -177,7 +178,7 @@ def few_tokens_bytes(depth: int) -> int:
     return MOST_FEW * 4 * (depth + 1)
 
 
-def call_few_tokens(parts: LinearParts, rows: int) -> None:
+def call_few_tokens(parts: LinearOutputs, rows: int) -> None:
     """Inside the kernel: all of it for `rows` tokens."""
     t = parts.t
     ld = t.add("%depth", t.constant(1))
@@ -189,7 +190,7 @@ def call_few_tokens(parts: LinearParts, rows: int) -> None:
     parts.finish(outputs, "%ldo", t.constant(0), "%tokens", low, high)
 
 
-def _without_subnormals(parts: LinearParts, work: Callable[[], object]) -> None:
+def _without_subnormals(parts: LinearOutputs, work: Callable[[], object]) -> None:
     """Runs `work` with the CPU's control register set as the matrix unit works."""
     t = parts.t
     before = t.op(f"llvm.alloca {t.constant(1)} x i32 : (i64) -> !llvm.ptr")

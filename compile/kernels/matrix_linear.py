@@ -14,12 +14,12 @@ weights are asked for evenly, by each tile a part of those that come next.
 from functools import partial
 
 from buddy_pipeline.compile.formats.base import MATRIX_ROWS
+from buddy_pipeline.compile.kernels.linear_outputs import near_bytes
 from buddy_pipeline.compile.kernels.linear_parts import (
     BLOCK_TILES,
     SIGNATURE,
     ceil_div,
     linear_name,
-    near_bytes,
 )
 from buddy_pipeline.compile.kernels.matrix_few import (
     MOST_FEW,

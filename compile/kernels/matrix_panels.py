@@ -3,7 +3,8 @@
 from functools import partial
 
 from buddy_pipeline.compile.formats.base import MATRIX_ROWS, WeightFormat
-from buddy_pipeline.compile.kernels.linear_parts import LinearParts, ceil_div
+from buddy_pipeline.compile.kernels.linear_outputs import LinearOutputs
+from buddy_pipeline.compile.kernels.linear_parts import ceil_div
 from buddy_pipeline.compile.kernels.matrix_pack import (
     PACKED_STEP,
     call_pad_weights,
@@ -61,7 +62,7 @@ def fixed_scratch_bytes(target: Target) -> int:
     return len(CONFIGS) * CONFIG_BYTES + _FEW_PANELS * weight_step(target)
 
 
-class MatrixPanels(LinearParts):
+class MatrixPanels(LinearOutputs):
     """Writes `one_tile(…)` and `many_tiles(…)`: panels low … high over a part of K (`length` from
     `first` on) for the tokens whose packed activations are in scratch."""
 

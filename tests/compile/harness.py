@@ -19,7 +19,7 @@ from buddy_pipeline.compile.formats.base import panel_bytes
 from buddy_pipeline.compile.host_features import host_features
 from buddy_pipeline.compile.kernels import attention, driver, embedding, experts, linear, top_k
 from buddy_pipeline.compile.kernels.attention_shape import AttentionShape, partial_bytes
-from buddy_pipeline.compile.kernels.linear_parts import EPILOGUE_SIGNATURE
+from buddy_pipeline.compile.kernels.linear_outputs import EPILOGUE_SIGNATURE
 from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.lowering import lower_kernel
 from buddy_pipeline.compile.manifest import KV_BLOCK, KV_SPAN, SPLIT_UNITS, KvLayer, StepWord

@@ -19,7 +19,8 @@ from buddy_pipeline.compile.kernels.step import BARRIER, END_REGION
 from buddy_pipeline.compile.lowering import lower_island, lower_kernel
 from buddy_pipeline.compile.target import Target, named_target
 from buddy_pipeline.compile.template_kernels import draft_libraries
-from buddy_pipeline.compile.templates import emit_template, island_symbol
+from buddy_pipeline.compile.template_symbols import island_symbol
+from buddy_pipeline.compile.templates import emit_template
 from tests.compile.assembly import Code, functions
 from tests.compile.elf import MACHINES, read_elf
 from tests.compile.models import large_llama
