@@ -11,8 +11,8 @@ from buddy_pipeline.compile.target import Target
 
 #: Panels of a group whose outputs can wait for their epilogue in scratch.
 NEAR_PANELS = 2
-#: Names and types of an epilogue, which a thread calls on outputs that it has just finished: its context, the
-#: outputs of token `row` and group `group` and their row stride, tokens, and groups of panels.
+#: Names and types of an epilogue, which a thread calls on outputs that it has just finished: its
+#: context, the outputs of token `row` and group `group` and their row stride, tokens, and groups.
 EPILOGUE_SIGNATURE = [
     ("context", "!llvm.ptr"),
     ("outputs", "!llvm.ptr"),
