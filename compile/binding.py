@@ -7,7 +7,7 @@ from torch.fx import Node
 
 from buddy_pipeline.compile import fx_nodes
 from buddy_pipeline.compile.attention_op import ATTENTION_ARGUMENTS
-from buddy_pipeline.compile.epilogues import as_epilogue
+from buddy_pipeline.compile.epilogues import Epilogue, as_epilogue
 from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.compile.islands import Island, cut_free
 from buddy_pipeline.compile.manifest import Parameter
@@ -32,8 +32,8 @@ class Bound:
     constants: tuple[str, ...]
     islands: tuple[Island, ...]
     """Those of the fragments that are no kernels, in order."""
-    epilogues: frozenset[int]
-    """Which fragments are linears that do the island behind them as their epilogue."""
+    epilogues: Mapping[int, Epilogue]
+    """Of fragments that are linears and do the island behind them: their epilogues."""
 
     @property
     def passed(self) -> tuple[str, ...]:
@@ -57,13 +57,15 @@ def bind(
     made = [resolve(n, table) for n in partition.nodes]
     outputs = _base_names((n for n in made if n in inside and readers(n) - inside), table)
     fragments = tuple(_fragments(partition, table, outputs, weights))
-    islands = dict(_islands(fragments, model, table, weights.panel, readers))
-    epilogues = frozenset(number - 1 for number, island in islands.items() if island.columns)
+    islands = dict(_islands(fragments, table, readers))
+    epilogues = dict(_epilogues(fragments, islands, model, table, weights.panel, readers))
+    islands |= {number + 1: epilogue.island for number, epilogue in epilogues.items()}
     parameters: list[Parameter] = []
     constants: list[str] = []
     for number, fragment in enumerate(fragments):
         if fragment.is_kernel:
-            parameters += _kernel_parameters(fragment, model, table, weights, number in epilogues)
+            turns = epilogues[number].turns if number in epilogues else 1
+            parameters += _kernel_parameters(fragment, model, table, weights, turns)
             slopes = loaded_per_head(
                 model.fx[fragment.nodes[0]], "slopes", NodeKind.CONSTANT, table
             )
@@ -86,26 +88,34 @@ def bind(
 
 
 def _islands(
+    fragments: Sequence[Fragment], table: Mapping[str, GraphNode], readers: Readers
+) -> Iterator[tuple[int, Island]]:
+    """The islands among the fragments, with their numbers."""
+    for number, fragment in enumerate(fragments):
+        if not fragment.is_kernel:
+            inside = set(fragment.nodes)
+            yield number, cut_free(fragment, table, {n for n in inside if readers(n) - inside})
+
+
+def _epilogues(
     fragments: Sequence[Fragment],
+    islands: Mapping[int, Island],
     model: ExportedModel,
     table: Mapping[str, GraphNode],
     panel: int,
     readers: Readers,
-) -> Iterator[tuple[int, Island]]:
-    """The islands among the fragments, with their numbers; as epilogues where they can be that of
-    linears which are right before them and read by nobody else."""
+) -> Iterator[tuple[int, Epilogue]]:
+    """The linears, by number, that can do the island right behind them, which alone reads them."""
     for number, fragment in enumerate(fragments):
-        if fragment.is_kernel:
+        island = islands.get(number + 1)
+        if island is None or not all(
+            fx_nodes.linear_weight(model.fx[n], model.parameters) and readers(n) <= {*island.nodes}
+            for n in fragment.nodes
+        ):
             continue
-        inside = set(fragment.nodes)
-        island = cut_free(fragment, table, {n for n in inside if readers(n) - inside})
-        before = fragments[number - 1].nodes if number else ()
-        alone = all(
-            fx_nodes.linear_weight(model.fx[n], model.parameters) and readers(n) <= inside
-            for n in before
-        )
-        epilogue = as_epilogue(island, before, panel, model, table) if before and alone else None
-        yield number, epilogue or island
+        epilogue = as_epilogue(island, fragment.nodes, panel, model, table)
+        if epilogue is not None:
+            yield number, epilogue
 
 
 def loaded_per_head(
@@ -164,7 +174,7 @@ def _kernel_parameters(
     model: ExportedModel,
     table: Mapping[str, GraphNode],
     weights: NodeWeights,
-    has_epilogue: bool,
+    turns: int,
 ) -> list[Parameter]:
     node = model.fx[fragment.nodes[0]]
     if fx_nodes.is_attention(node):
@@ -177,5 +187,5 @@ def _kernel_parameters(
     if fx_nodes.is_expert_linear(node):
         weight, bias = weights.experts(node)
     else:
-        weight, bias = weights.linears(fragment.nodes, alternating=has_epilogue)
+        weight, bias = weights.linears(fragment.nodes, turns)
     return [weight] if bias is None else [weight, bias]

@@ -35,8 +35,8 @@ class Gather:
 class Linear:
     """out = x · Wᵀ (+ bias) for one or several packed matrices side by side.
 
-    With an epilogue, panels of its `parts` matrices alternate, and rows of the epilogue's inputs
-    that lie in `out` begin with the first panel of a matrix.
+    With an epilogue, panels of its `parts` take turns, and rows of the epilogue's inputs that lie
+    in `out` begin with the first panel of a part.
     """
 
     x: Row

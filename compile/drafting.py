@@ -21,6 +21,7 @@ from buddy_pipeline.compile.draft import (
     Row,
     TopK,
 )
+from buddy_pipeline.compile.epilogues import Epilogue
 from buddy_pipeline.compile.export import ExportedModel
 from buddy_pipeline.compile.islands import signature
 from buddy_pipeline.compile.kernels.attention_shape import AttentionShape
@@ -116,7 +117,8 @@ class _Placing:
         lives = self._last_uses()
         for position, fragment in enumerate(self.bound.fragments):
             if position in self.bound.epilogues:
-                draft.items.append(self._place_linear(fragment, has_epilogue=True))
+                epilogue = self.bound.epilogues[position]
+                draft.items.append(self._place_finished(fragment, epilogue))
                 continue  # what the linear reads must last until the epilogue has written
             if position - 1 in self.bound.epilogues:
                 linear = draft.items.pop()
@@ -184,7 +186,7 @@ class _Placing:
             return self._place_top_k(node)
         if fx_nodes.is_expert_linear(node):
             return self._place_experts(node)
-        return self._place_linear(fragment, has_epilogue=False)
+        return self._place_linear(fragment)
 
     def _row(self, argument: Node) -> Row:
         """Where an argument's value lies."""
@@ -196,8 +198,8 @@ class _Placing:
             return self.rows[name]
         return self._scratch(name, self.drafter.value(name))
 
-    def _place_linear(self, fragment: Fragment, *, has_epilogue: bool) -> Linear:
-        weight, bias = self.weights.linears(fragment.nodes, alternating=has_epilogue)
+    def _place_linear(self, fragment: Fragment, turns: int = 1) -> Linear:
+        weight, bias = self.weights.linears(fragment.nodes, turns)
         panels = [-(-part.rows // self.panel) for part in weight.parts]
         if len(fragment.nodes) == 1:
             out = self._place(fragment.nodes[0])
@@ -208,13 +210,19 @@ class _Placing:
             column = 0
             for name, count in zip(fragment.nodes, panels, strict=True):
                 self.rows[name] = replace(out, column=column)
-                column += (1 if has_epilogue else count) * self.panel
+                column += count * self.panel
         x = self._row(fx_nodes.linear_row(self.fx[fragment.nodes[0]]))
         bias_word = None if bias is None else self.words.parameter(bias)
         depth = weight.parts[0].columns
         word = self.words.parameter(weight)
-        parts = len(panels) if has_epilogue else 1
-        return Linear(x, out, word, bias_word, depth, sum(panels), weight.form, parts)
+        return Linear(x, out, word, bias_word, depth, sum(panels), weight.form, turns)
+
+    def _place_finished(self, fragment: Fragment, epilogue: Epilogue) -> Linear:
+        """Linears whose epilogue follows: its parts begin in the first panels."""
+        linear = self._place_linear(fragment, epilogue.turns)
+        for name, part in epilogue.parts.items():
+            self.rows[name] = replace(linear.out, column=part * self.panel)
+        return linear
 
     def _place_experts(self, node: Node) -> ExpertLinear:
         x, choice, *_ = fx_nodes.arguments(node)

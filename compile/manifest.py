@@ -111,15 +111,15 @@ class Parameter:
 
     `layout` is "panels" (packed in the weight format `form`, matrices one after the other, each
     padded to whole panels), "panel_bias" (biases of such matrices in the same order, f32, padded
-    with zeros), or "plain" (f32, as stored). Where matrices of one size are `alternating`, first
-    come the first panels of all, then the second ones, and so on.
+    with zeros), or "plain" (f32, as stored). Where so many equal parts of the panels take `turns`,
+    first come the first panels of all parts, then the second ones, and so on.
     """
 
     layout: str
     parts: tuple[WeightPart, ...]
     panel: int  # outputs of one panel; 0 for plain
     form: str = "f32"
-    alternating: bool = False
+    turns: int = 1
 
 
 @dataclass(frozen=True)

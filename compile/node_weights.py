@@ -68,11 +68,9 @@ class NodeWeights:
         _check_rows(part, form)
         return Parameter("panels", (part,), self.panel, form)
 
-    def linears(
-        self, nodes: Sequence[str], *, alternating: bool
-    ) -> tuple[Parameter, Parameter | None]:
+    def linears(self, nodes: Sequence[str], turns: int) -> tuple[Parameter, Parameter | None]:
         """The packed weights of linears side by side, and their biases if any has one; see
-        `Parameter` for those whose panels alternate."""
+        `Parameter` for panels that take turns."""
         parts = []
         for name in nodes:
             node = self._model.fx[name]
@@ -87,10 +85,10 @@ class NodeWeights:
         form = self.linear_form(nodes[0])
         for part in weights:
             _check_rows(part, form)
-        packed = Parameter("panels", weights, self.panel, form, alternating)
+        packed = Parameter("panels", weights, self.panel, form, turns)
         if not any(part.bias for part in parts):
             return packed, None
-        return packed, Parameter("panel_bias", tuple(parts), self.panel, alternating=alternating)
+        return packed, Parameter("panel_bias", tuple(parts), self.panel, turns=turns)
 
     def experts(self, node: Node) -> tuple[Parameter, Parameter | None]:
         """The packed weights of all experts, and their biases if they have some."""

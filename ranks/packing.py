@@ -1,6 +1,5 @@
 """Weights in the layouts that kernels read, made from a checkpoint's rows in bounded pieces."""
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -65,8 +64,7 @@ def pack(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> Non
     """Writes one parameter in its layout to `place`, uint8 [packed_bytes], which holds zeros.
 
     "panels": [panels, panel bytes], missing outputs of a matrix's last panel zero. "panel_bias":
-    float32 [panels · panel]. In both, matrices lie as `_places` says. "plain": the elements as
-    stored, float32.
+    float32 [panels · panel]. "plain": the elements as stored, float32.
     """
     if parameter.layout == "panels":
         _pack_panels(parameter, checkpoint, place)
@@ -83,13 +81,10 @@ def _panel_counts(parameter: Parameter) -> list[int]:
     return [-(-part.rows // parameter.panel) for part, _ in _matrices(parameter)]
 
 
-def _places(parameter: Parameter) -> list[slice]:
-    """Which panels are those of each matrix: one matrix after the other, or in turns."""
-    counts = _panel_counts(parameter)
-    if parameter.alternating:
-        return [slice(number, None, len(counts)) for number in range(len(counts))]
-    ends = list(itertools.accumulate(counts))
-    return [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+def _in_order(parameter: Parameter, panels: np.ndarray) -> np.ndarray:
+    """A view [turns, panels of a turn, …] in which matrices lie one after the other."""
+    turns = parameter.turns
+    return panels.reshape(len(panels) // turns, turns, -1).swapaxes(0, 1)
 
 
 def _matrices(parameter: Parameter) -> Iterator[tuple[WeightPart, int]]:
@@ -100,31 +95,41 @@ def _matrices(parameter: Parameter) -> Iterator[tuple[WeightPart, int]]:
 
 
 def _pack_panels(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:
-    form, width = weight_format(parameter.form), parameter.panel
-    panels = place.reshape(sum(_panel_counts(parameter)), -1)
-    for (part, matrix), where in zip(_matrices(parameter), _places(parameter), strict=True):
+    form, start = weight_format(parameter.form), 0
+    counts = _panel_counts(parameter)
+    panels = _in_order(parameter, place.reshape(sum(counts), -1))
+    for (part, matrix), count in zip(_matrices(parameter), counts, strict=True):
         name = checkpoint.expect(*part.weight, shape=part.shape).name
         outputs = outputs_reader(form, part, name, checkpoint, matrix)
-        _pack_matrix(panels[where], part, form, width, outputs)
+        most = max(1, _PIECE // (parameter.panel * part.columns))
+        for first, wanted in _pieces(panels, start, count, most):
+            low = first * parameter.panel
+            high = min(low + len(wanted) * parameter.panel, part.rows)
+            _pack_piece(form, outputs(low, high), wanted)
+        start += count
 
 
-def _pack_matrix(
-    panels: np.ndarray,
-    part: WeightPart,
-    form: WeightFormat,
-    width: int,
-    outputs: Callable[[int, int], np.ndarray],
-) -> None:
-    """Packs one matrix, some panels at a time, by way of memory of its own where its panels
-    alternate with others."""
-    piece = max(1, _PIECE // (width * part.columns))
-    for first in range(0, len(panels), piece):
-        low, high = first * width, min((first + piece) * width, part.rows)
-        wanted = panels[first : first + -(-(high - low) // width)]
-        together = wanted if wanted.flags.c_contiguous else np.zeros_like(wanted, order="C")
-        form.pack(outputs(low, high), together)
-        if together is not wanted:
-            wanted[:] = together
+def _pieces(
+    panels: np.ndarray, start: int, count: int, most: int
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The panels [turn, panel, …] of a matrix, up to `most` at a time: the first one's number and
+    those of one turn."""
+    first = 0
+    while first < count:
+        turn, place = divmod(start + first, panels.shape[1])
+        piece = panels[turn, place : place + min(most, count - first)]
+        yield first, piece
+        first += len(piece)
+
+
+def _pack_piece(form: WeightFormat, rows: np.ndarray, panels: np.ndarray) -> None:
+    """Packs rows into panels that may have others between them."""
+    if panels.flags.c_contiguous:
+        form.pack(rows, panels)
+    else:
+        together = np.zeros(panels.shape, panels.dtype)
+        form.pack(rows, together)
+        panels[:] = together
 
 
 def outputs_reader(
@@ -162,11 +167,13 @@ def _converted(form: WeightFormat, rows: np.ndarray, name: str) -> np.ndarray:
 
 
 def _pack_bias(parameter: Parameter, checkpoint: Checkpoint, place: np.ndarray) -> None:
-    values = place.view(np.float32).reshape(-1, parameter.panel)
-    for (part, matrix), where in zip(_matrices(parameter), _places(parameter), strict=True):
+    counts, start = _panel_counts(parameter), 0
+    values = np.zeros(sum(counts) * parameter.panel, np.float32)
+    for (part, matrix), count in zip(_matrices(parameter), counts, strict=True):
         if part.bias:
             name = checkpoint.expect(*part.bias, shape=part.bias_shape).name
             bias = checkpoint.read(name).reshape(part.matrices, part.rows)[matrix]
-            panels = values[where]
-            padded = np.pad(bias, (0, panels.size - bias.size))
-            panels[:] = padded.reshape(panels.shape)
+            values[start : start + part.rows] = bias
+        start += count * parameter.panel
+    panels = _in_order(parameter, place.view(np.float32).reshape(sum(counts), -1))
+    panels[:] = values.reshape(panels.shape)

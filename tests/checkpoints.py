@@ -146,7 +146,7 @@ def tiny_config(family: str, **overrides: Any) -> dict[str, Any]:
     """The config.json of a tiny model, with every field that transformers would write."""
     from transformers import AutoConfig
 
-    fields = {**_COMMON, **{**_FAMILIES, **_MIXTURES}[family], **overrides}
+    fields = {**_COMMON, **{**_FAMILIES, **_MIXTURES}.get(family, {}), **overrides}
     settings = AutoConfig.for_model(family, **fields)
     return settings.to_dict()
 

@@ -71,6 +71,20 @@ def test_a_head_caps_its_logits_as_it_makes_them() -> None:
     assert isinstance(head, Linear) and head.epilogue is not None
 
 
+@pytest.mark.parametrize(("width", "joined"), [(96, True), (100, False)])
+def test_halves_of_one_matrix_are_joined_where_they_end_with_a_panel(
+    width: int, joined: bool
+) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    phi = Model("phi3", **sizes, intermediate_size=width, pad_token_id=None)
+    drafted = phi.drafts(TARGETS[0])["layer1"]
+    linears = [item for item in drafted.draft.items if isinstance(item, Linear)]
+    assert [item.epilogue is not None for item in linears] == [False, False, joined, True]
+    assert linears[2].parts == 1 + joined
+    weights = [p for p in drafted.bound.parameters if "gate_up" in p.parts[0].weight[0]]
+    assert [p.turns for p in weights] == [1 + joined]
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_what_others_read_too_or_rows_norm_is_no_epilogue(family: str) -> None:
     """Of partitions of one module the residual that leaves one is added in another."""
@@ -176,8 +190,8 @@ def values_written(
     for name in nodes:
         places[item.out.word, item.out.column + column] = name
         outputs = of.exported.fx[name].meta["val"].numel()
-        alternate = isinstance(item, Linear) and item.epilogue is not None
-        column += panel if alternate else -(-outputs // panel) * panel
+        takes_turns = isinstance(item, Linear) and item.epilogue is not None
+        column += panel if takes_turns else -(-outputs // panel) * panel
     return places
 
 

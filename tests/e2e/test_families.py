@@ -35,6 +35,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "gemma2": {"family": "gemma2"},
     "gpt2": {"family": "gpt2", "max_shard_size": "60KB"},
     "qwen3_moe": {"family": "qwen3_moe", "max_shard_size": "200KB"},
+    # Halves of one matrix in whole panels, which the linear joins itself.
+    "phi3-panels": {"family": "phi3", **_SIZES, "intermediate_size": 96, "pad_token_id": None},
 }
 SLOW_MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral"},

@@ -97,19 +97,31 @@ def test_parts_lie_one_after_the_other_in_whole_panels(
 
 @pytest.mark.parametrize("form", TOLERANCE)
 @pytest.mark.parametrize("piece", [1, 45 * 32, 1 << 19])
-def test_panels_that_alternate_are_those_of_each_part_in_turns(
+def test_panels_of_parts_take_turns(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, form: str, piece: int
 ) -> None:
+    """Two matrices, as gate and up, and their biases."""
     monkeypatch.setattr(packing, "_PIECE", piece)
     parts = (part("a.weight", "a.bias"), part("a.weight"))
     alone = packed(panels(parts[0], form=form), checkpoint).reshape(3, -1)
-    parameter = Parameter("panels", parts, 32, form, alternating=True)
-    data = packed(parameter, checkpoint)
+    data = packed(Parameter("panels", parts, 32, form, turns=2), checkpoint)
     assert (data.reshape(3, 2, -1) == alone[:, None]).all()
-    biases = Parameter("panel_bias", parts, 32, alternating=True)
+    biases = Parameter("panel_bias", parts, 32, turns=2)
     bias = packed(biases, checkpoint).view(np.float32).reshape(3, 2, 32)
     assert (bias[:, 0].reshape(-1)[:70] == TENSORS["a.bias"]).all()
     assert (bias[:, 0].reshape(-1)[70:] == 0).all() and (bias[:, 1] == 0).all()
+
+
+@pytest.mark.parametrize("piece", [1, 45 * 32, 1 << 19])
+def test_panels_of_parts_inside_matrices_take_turns(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    """Also where a part ends inside of a matrix, and in the middle of a piece."""
+    monkeypatch.setattr(packing, "_PIECE", piece)
+    parts = (part("a.weight"), part("b.weight"))
+    in_order = packed(panels(*parts, panel=16), checkpoint).reshape(2, -1, 45 * 64)
+    data = packed(Parameter("panels", parts, 16, turns=2), checkpoint)
+    assert (data.reshape(-1, 2, 45 * 64) == in_order.swapaxes(0, 1)).all()
 
 
 @pytest.mark.parametrize("form", TOLERANCE)
