@@ -20,10 +20,9 @@ from buddy_pipeline.compile.target import Target
 CONFIGS = ("whole", "rest")
 #: Panels at once for the tokens of one tile: two streams from memory.
 _FEW_PANELS = 2
-#: Most k of a cache block: its weights, and what passes by of activations and outputs, stay in the
-#: first cache of every CPU with AMX, 48 KiB (weights from memory, 256 tokens: 288 k 1,460 GFLOP/s,
-#: 384 1,300, 576 1,130).
-_MOST_DEPTH = 288
+#: Most k of a cache block: its weights, and what passes by of outputs, stay in the first cache of
+#: every CPU with AMX, 48 KiB.
+_MOST_DEPTH = 576
 PANELS_ARGS = [
     ("out", "!llvm.ptr"),
     ("ldo", "i64"),
@@ -176,8 +175,8 @@ class MatrixPanels(LinearOutputs):
         return self.t.compare("eq", self.t.add("%first", "%length"), "%depth")
 
     def _row_tiles(self, lines: int) -> None:
-        """`row_tiles_L(…)`: all rows by one panel over a block of K; each two tiles ask for L lines
-        of every step of weights that come next."""
+        """`row_tiles_L(…)`: all rows by one panel over a block of K; each two tiles ask for as much
+        as L lines of every step of the weights that come next."""
         t = self.t
         with t.function(f"row_tiles_{lines}", _ROWS_ARGS, private=True):
             left = self.rest("%rows")
@@ -189,7 +188,7 @@ class MatrixPanels(LinearOutputs):
                 a = t.gep("%a", t.mul(t.mul(number, steps), t.constant(PACKED_STEP)), "i8")
                 row = t.mul(number, t.constant(self.tile_rows))
                 c = t.gep("%c", t.mul(row, "%ldo"))
-                ahead = t.gep("%ahead", t.mul(number, t.constant(lines * CACHE_LINE)), "i8")
+                ahead = t.gep("%ahead", t.mul(number, t.constant(lines * CACHE_LINE // 2)), "i8")
                 values = {"a": a, "w": "%w", "wend": self._ends(), "c": c, "ldc": "%ldo"}
                 values |= {"depth": "%depth", "goes_on": "%goes_on", "ahead": ahead}
                 call_product(self, tiles, 1, lines, values)

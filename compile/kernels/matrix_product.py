@@ -38,8 +38,7 @@ class MatrixProduct:
     for R tiles of as many tokens as the configuration says, and P panels, `wstride` bytes apart.
 
     `a` are packed steps of K, `wend` holds the panels' weights of the last depth % 32; `goes_on`
-    says whether sums start from c. With each step F lines at `ahead` are asked for, a step of
-    weights after the other.
+    says whether sums start from c. With each step F lines are asked for of the block at `ahead`.
     """
 
     def __init__(self, parts: LinearParts, rows: int, panels: int, fetched: int) -> None:
@@ -94,23 +93,30 @@ class MatrixProduct:
 
     def _fetch(self, weights: list[str], offset: str) -> None:
         """Asks for weights: half a step ahead of a stream, where memory is the limit (further
-        ahead it gives less)."""
-        t = self._t
-        if self._fetched != STREAM:
-            prefetch(t, t.gep("%ahead", offset, "i8"), self._fetched * CACHE_LINE)
+        ahead it gives less), else for both halves of the next block at once (0.99 to 1.06 times
+        as fast as in order)."""
+        t, half = self._t, self._step_bytes // 2
+        if self._fetched == STREAM:
+            for place in weights:
+                prefetch(t, t.gep(place, half, "i8"), self._step_bytes)
             return
-        for place in weights:
-            prefetch(t, t.gep(place, self._step_bytes // 2, "i8"), self._step_bytes)
+        steps = t.binary("arith.divui", "%depth", t.constant(TILE_DEPTH))
+        first = t.gep("%ahead", t.binary("arith.shrui", offset, t.constant(1)), "i8")
+        for place in (first, t.gep(first, t.mul(steps, t.constant(half)), "i8")):
+            prefetch(t, place, self._fetched * CACHE_LINE // 2)
 
     def _step(self, number: str, weights: list[str]) -> None:
-        """32 k: tile `number` of the rows by the panels' weights."""
-        t = self._t
+        """32 k: tile `number` of the rows by the panels' weights.
+
+        Tokens of a block come from the second cache, and ask to leave the first to the weights.
+        """
+        t, load = self._t, "tileloadd64" if self._fetched == STREAM else "tileloaddt164"
         row_stride = (t.constant(TILE_ROW_BYTES), "i64")
         weight_stride = (t.constant(4 * self._target.panel), "i64")
         a = t.gep("%a", t.mul(number, t.constant(PACKED_STEP)), "i8")
         for r in range(self._rows):
             place = (t.gep(a, r * PACKED_TILE, "i8"), "!llvm.ptr")
-            emit_unit(t, "tileloadd64", TOKENS[r], place, row_stride)
+            emit_unit(t, load, TOKENS[r], place, row_stride)
         for p, v in dict.fromkeys((p, v) for _, p, v in self._places):
             place = (t.gep(weights[p], v * TILE_ROW_BYTES, "i8"), "!llvm.ptr")
             emit_unit(t, "tileloadd64", WEIGHTS[v], place, weight_stride)
