@@ -11,7 +11,7 @@ from benchkit.command import whole_numbers
 from benchkit.limits import LimitMeter, Limits, Objects, compile_loops
 from benchkit.reference_loops import CLoops, c_loops
 from benchkit.report import table
-from benchkit.roofline_kernels import FMA_F32, emit_read, fma_bf16, fma_f32
+from benchkit.roofline_kernels import FMA_F32, READS, emit_read, fma_bf16, fma_f32
 from buddy_pipeline.compile.target import host_target, named_target
 from buddy_pipeline.partition.errors import UserError
 
@@ -21,19 +21,21 @@ def objects() -> Objects:
     return run_in_child("the compiler", compile_loops, host_target())
 
 
+@pytest.mark.parametrize("loop", READS)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_every_element_is_read_by_some_thread(objects: Objects, threads: int) -> None:
+def test_every_element_is_read_by_some_thread(objects: Objects, threads: int, loop: str) -> None:
     meter = LimitMeter(objects, threads, megabytes=1)
     meter.data[:] = 0.0
     meter.data[0] = meter.data[-1] = meter.data.size / 2
-    assert meter.read_seconds() > 0
+    assert meter.read_seconds(loop) > 0
 
 
-def test_a_loop_that_reads_less_is_found_out(objects: Objects) -> None:
+@pytest.mark.parametrize("loop", READS)
+def test_a_loop_that_reads_less_is_found_out(objects: Objects, loop: str) -> None:
     meter = LimitMeter(objects, 1, megabytes=1)
     meter.data[-100:] = 0.0
     with pytest.raises(RuntimeError, match="the reading loop summed"):
-        meter.read_seconds()
+        meter.read_seconds(loop)
 
 
 def test_every_thread_adds_up_its_chains(objects: Objects) -> None:
@@ -47,7 +49,11 @@ def test_loops_are_vectors_on_independent_chains(cpu: str) -> None:
     loop = fma_f32(target)
     assert loop.text.count("math.fma") == loop.flops // (2 * target.lanes)
     assert loop.flops // (2 * target.lanes) >= 8, "fewer chains than a core's latency hides"
-    assert f"vector<{target.lanes}xf32>" in emit_read(target)
+    assert f"vector<{target.lanes}xf32>" in emit_read(target, "roofline_read")
+    assert "prefetch" not in emit_read(target, "roofline_read")
+    assert emit_read(target, "roofline_read_ahead").count("llvm.intr.prefetch") == 8 // (
+        64 // (target.vector_bits // 8)
+    )
     assert fma_bf16(target) is None
 
 

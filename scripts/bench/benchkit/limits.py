@@ -11,7 +11,7 @@ import numpy as np
 from benchkit.roofline_kernels import (
     FMA_BF16,
     FMA_F32,
-    READ,
+    READS,
     RESULT_BYTES,
     emit_read,
     fma_bf16,
@@ -66,7 +66,8 @@ class Limits:
 def compile_loops(target: Target) -> Objects:
     """Compiles the loops in this process: give it a process of its own (MLIR aborts on errors)."""
     loops = [loop for loop in (fma_f32(target), fma_bf16(target)) if loop is not None]
-    sources = [(DRIVER, emit_driver(target)), (READ, emit_read(target))]
+    sources = [(DRIVER, emit_driver(target))]
+    sources += [(symbol, emit_read(target, symbol)) for symbol in READS]
     sources += [(loop.symbol, loop.text) for loop in loops]
     images = tuple(compile_object([lower_kernel(text)], [name], target) for name, text in sources)
     return Objects(target, images, {loop.symbol: loop.flops for loop in loops})
@@ -81,7 +82,7 @@ class LimitMeter:
     def __init__(self, objects: Objects, threads: int, megabytes: int) -> None:
         self._objects = objects
         self._threads = threads
-        self._library = Library(objects.images, [DRIVER, READ, *objects.flops])
+        self._library = Library(objects.images, [DRIVER, *READS, *objects.flops])
         kind = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p)
         self._driver = kind(self._library.address(DRIVER))
         rounds = (megabytes << 20) // 4 // read_round(objects.target)
@@ -99,13 +100,14 @@ class LimitMeter:
 
     def measure(self, repetitions: int) -> Limits:
         """The best of `repetitions` of each loop."""
-        read = min(self.read_seconds() for _ in range(repetitions))
+        read = min(self.read_seconds(symbol) for symbol in READS for _ in range(repetitions))
         peaks = {symbol: self.flops_per_s(symbol, repetitions) for symbol in self._objects.flops}
         return Limits(self._threads, self.data.nbytes / read, peaks[FMA_F32], peaks.get(FMA_BF16))
 
-    def read_seconds(self) -> float:
-        """Seconds to read all data once; RuntimeError if the sum says that not all was read."""
-        seconds = self._run(READ, self.data.ctypes.data, self._rounds)
+    def read_seconds(self, symbol: str) -> float:
+        """Seconds of one of READS for all data; RuntimeError if the sum says that not all was
+        read."""
+        seconds = self._run(symbol, self.data.ctypes.data, self._rounds)
         total = float(self._results.sum(dtype=np.float64))
         if abs(total - self.data.size) > 1e-6 * self.data.size:
             raise RuntimeError(f"the reading loop summed {total} ones of {self.data.size}")

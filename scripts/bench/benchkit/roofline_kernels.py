@@ -7,7 +7,7 @@ the stage driver, as `loop(args, step, tid)`, and leaves a sum so that no work c
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from buddy_pipeline.compile.formats.base import MATRIX_ROWS
+from buddy_pipeline.compile.formats.base import MATRIX_ROWS, prefetch
 from buddy_pipeline.compile.kernels.matrix_tiles import (
     SUMS,
     TILE_DEPTH,
@@ -21,7 +21,9 @@ from buddy_pipeline.compile.manifest import StepWord
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
 
-READ = "roofline_read"
+#: The reading loops, and how many bytes ahead of its loads each asks for memory: which is faster
+#: depends on how far the CPU looks ahead by itself.
+READS = {"roofline_read": 0, "roofline_read_ahead": 3072}
 FMA_F32 = "roofline_fma_f32"
 FMA_BF16 = "roofline_fma_bf16"
 
@@ -29,7 +31,7 @@ FMA_BF16 = "roofline_fma_bf16"
 RESULT_BYTES = 256
 #: Vectors read in one round of the reading loop, each added to a sum of its own: enough loads under
 #: way to fill the core's miss buffers.
-_READS = 8
+_VECTORS = 8
 #: Registers that the multiply-add loops leave free for the two factors and the loop itself.
 _SPARE_REGISTERS = 4
 _ARGS = [("args", "!llvm.ptr"), ("step", "!llvm.ptr"), ("tid", "i64")]
@@ -47,25 +49,29 @@ class FmaLoop:
 
 def read_round(target: Target) -> int:
     """f32 elements of one round of the reading loop; a thread reads whole rounds."""
-    return _READS * target.lanes
+    return _VECTORS * target.lanes
 
 
-def emit_read(target: Target) -> str:
-    """Args: address of f32 data, its count of rounds (see `read_round`), address of the results.
+def emit_read(target: Target, symbol: str) -> str:
+    """One of READS.
 
-    Each thread reads its contiguous share of the rounds.
+    Args: address of f32 data, its count of rounds (see `read_round`), address of the results. Each
+    thread reads its contiguous share of the rounds.
     """
     t = Text()
     vector = f"vector<{target.lanes}xf32>"
-    with t.function(READ, _ARGS):
+    ahead = READS[symbol]
+    with t.function(symbol, _ARGS):
         data = t.word("%args", _WORDS_DATA, "!llvm.ptr")
         low, high = thread_share(
             t, t.word("%args", _WORDS_COUNT), "%tid", step_word(t, StepWord.TEAM)
         )
         zero = t.constant(0.0, vector)
         width = t.constant(read_round(target))
-        with t.loop(low, high, t.constant(1), [(zero, vector)] * _READS) as loop:
+        with t.loop(low, high, t.constant(1), [(zero, vector)] * _VECTORS) as loop:
             base = t.gep(data, t.mul(loop.index, width))
+            if ahead:
+                prefetch(t, t.gep(base, ahead, "i8"), 4 * read_round(target))
             for number, total in enumerate(loop.carried):
                 value = t.load(t.gep(base, number * target.lanes), vector, target.vector_bits // 8)
                 loop.next.append(t.binary("arith.addf", total, value, vector))
