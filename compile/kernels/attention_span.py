@@ -6,17 +6,14 @@ the span to the other. Scores count in powers of two: queries are multiplied by 
 """
 
 from buddy_pipeline.compile.kernels.attention_positions import begin_in_span, end_in_span
-from buddy_pipeline.compile.kernels.attention_scores import (
-    emit_queries,
-    emit_scores,
-    scores_args,
-)
+from buddy_pipeline.compile.kernels.attention_queries import emit_queries
+from buddy_pipeline.compile.kernels.attention_scores import emit_scores, scores_args
 from buddy_pipeline.compile.kernels.attention_shape import (
     WEIGHTS_STRIDE,
     AttentionShape,
     Rows,
 )
-from buddy_pipeline.compile.kernels.attention_softmax import SOFTMAX, emit_softmax, softmax_args
+from buddy_pipeline.compile.kernels.attention_softmax import emit_softmax, softmax_args
 from buddy_pipeline.compile.kernels.attention_values import emit_values, values_args
 from buddy_pipeline.compile.manifest import KV_SPAN
 from buddy_pipeline.compile.mlir_text import Text
@@ -45,10 +42,10 @@ def emit_spans(t: Text, target: Target, shape: AttentionShape, all_rows: list[Ro
     """`span_NxH(queries, keys, values, low, last, window, …, state, weights)` for each tile: the
     partial result of N tokens at positions last, last + 1, … × H heads over the cache positions
     low … low + KV_SPAN - 1, of which every token must see some."""
-    emit_softmax(t, target, shape)
     for rows in all_rows:
         emit_queries(t, target, shape, rows)
         emit_scores(t, target, shape, rows)
+        emit_softmax(t, target, rows)
         emit_values(t, target, shape, rows)
         with t.function(f"span_{rows.name}", _SPAN_ARGS, private=True):
             _span(t, target, shape, rows)
@@ -72,12 +69,10 @@ def _span(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
     final = t.add("%last", t.constant(rows.tokens - 1))
     end = end_of(final)
 
-    scores = ["%queries", keys, first, end, last, "%softcap", "%slopes", weights]
-    t.call(f"scores_{rows.name}", scores_args(scores))
     after = t.gep("%state", rows.count * shape.value_stride)
-    sizes = [t.constant(rows.tokens), t.constant(rows.heads)]
-    softmax = [weights, "%low", "%last", "%window", after, *sizes]
-    t.call(SOFTMAX, softmax_args(softmax))
+    scores = ["%queries", keys, first, end, last, "%window", "%softcap", "%slopes", weights, after]
+    t.call(f"scores_{rows.name}", scores_args(scores))
+    t.call(f"softmax_{rows.name}", softmax_args([weights, first, end, after]))
 
     def one(token: str) -> None:
         """The sum of values of one token alone."""

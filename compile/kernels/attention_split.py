@@ -3,7 +3,7 @@
 from buddy_pipeline.compile.kernels.attention_ends import finish_args
 from buddy_pipeline.compile.kernels.attention_place import PART_ARGS, from_head, place_of
 from buddy_pipeline.compile.kernels.attention_positions import first_position
-from buddy_pipeline.compile.kernels.attention_scores import queries_args
+from buddy_pipeline.compile.kernels.attention_queries import queries_args
 from buddy_pipeline.compile.kernels.attention_shape import (
     AttentionShape,
     Rows,

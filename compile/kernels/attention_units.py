@@ -9,7 +9,7 @@ from buddy_pipeline.compile.kernels.attention_place import (
     place_of,
 )
 from buddy_pipeline.compile.kernels.attention_positions import first_position
-from buddy_pipeline.compile.kernels.attention_scores import queries_args
+from buddy_pipeline.compile.kernels.attention_queries import queries_args
 from buddy_pipeline.compile.kernels.attention_shape import AttentionShape, Rows, state_bytes
 from buddy_pipeline.compile.kernels.attention_span import span_args
 from buddy_pipeline.compile.kernels.step import step_word
