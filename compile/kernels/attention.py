@@ -15,14 +15,15 @@ from functools import partial
 
 from buddy_pipeline.compile.kernels.attention_ends import emit_finish, emit_merge
 from buddy_pipeline.compile.kernels.attention_place import PART_ARGS, SIGNATURE
+from buddy_pipeline.compile.kernels.attention_run import emit_run, run_scratch_bytes
 from buddy_pipeline.compile.kernels.attention_shape import (
     AttentionShape,
-    rows_of,
+    joint_rows,
     span_scratch_bytes,
     state_bytes,
     token_parts,
 )
-from buddy_pipeline.compile.kernels.attention_span import emit_spans
+from buddy_pipeline.compile.kernels.attention_span import emit_joint_span, emit_span
 from buddy_pipeline.compile.kernels.attention_split import emit_split
 from buddy_pipeline.compile.kernels.attention_store import emit_store
 from buddy_pipeline.compile.kernels.attention_units import emit_tile, emit_token, emit_units
@@ -33,29 +34,35 @@ from buddy_pipeline.compile.target import Target
 
 
 def attention_scratch_bytes(target: Target, shape: AttentionShape) -> int:
-    """Bytes of scratch per thread: a running and a partial state, and what a span needs."""
-    most = max(rows.count for rows in rows_of(target, shape))
-    return 2 * state_bytes(target, shape, most) + span_scratch_bytes(shape, most)
+    """Bytes of scratch per thread: a running and a partial state, and what a span needs; more where
+    a thread computes a run of tokens."""
+    most = max(rows.count for rows in token_parts(target, shape))
+    single = 2 * state_bytes(target, shape, most) + span_scratch_bytes(shape, most)
+    joint = joint_rows(target, shape)
+    return max(single, run_scratch_bytes(target, shape, joint)) if joint else single
 
 
 def emit_attention(target: Target, shape: AttentionShape) -> str:
     """MLIR text of the module with the kernel for `shape`."""
     t = Text()
     declare_barrier(t)
-    all_rows = rows_of(target, shape)
     emit_store(t, target, shape)
-    emit_spans(t, target, shape, all_rows)
+    parts = token_parts(target, shape)
+    single, joint = list(dict.fromkeys(parts)), joint_rows(target, shape)
+    for rows in single:
+        emit_span(t, target, shape, rows)
+        emit_tile(t, target, shape, rows)
+    if joint:
+        emit_joint_span(t, target, shape, joint)
+        emit_run(t, target, shape, joint)
+    all_rows = [*single, joint] if joint else single
     for rows in all_rows:
         emit_finish(t, target, shape, rows)
     for count in sorted({rows.count for rows in all_rows}):
         emit_merge(t, target, shape, count)
-    for rows in all_rows:
-        emit_tile(t, target, shape, rows)
-    single = token_parts(target, shape)
-    together = max((rows.tokens for rows in all_rows), default=1)
-    emit_token(t, shape, single)
-    emit_units(t, shape, together)
-    emit_split(t, target, shape, single)
+    emit_token(t, shape, parts)
+    emit_units(t, shape, joint)
+    emit_split(t, target, shape, parts)
     _emit_entry(t, shape)
     return str(t)
 

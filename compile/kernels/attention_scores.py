@@ -1,7 +1,7 @@
 """Scores of attention: dot products of a tile's queries with the keys of one span."""
 
 from buddy_pipeline.compile.kernels import vector_math as vm
-from buddy_pipeline.compile.kernels.attention_cached import widened
+from buddy_pipeline.compile.kernels.attention_cached import key_scales, widened
 from buddy_pipeline.compile.kernels.attention_seen import Seen
 from buddy_pipeline.compile.kernels.attention_shape import (
     WEIGHTS_STRIDE,
@@ -36,14 +36,14 @@ def scores_args(values: list[str]) -> list[tuple[str, str]]:
 
 
 def emit_scores(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    """`scores_NxH(queries, keys, first, end, last, window, softcap, slopes, to, maxima)`: scores, in
-    powers of two, of all rows with the positions first … end - 1 of a span, and some around them.
+    """`scores_NxH_CACHE(queries, keys, first, end, last, …, to, maxima)`: scores, in powers of two,
+    of all rows with the positions first … end - 1 of a span, and some around them.
 
     `last` is the place of the first token, `to` has a row of WEIGHTS_STRIDE floats for each row.
     What a token does not see has a score of -∞. `maxima` gets each row's greatest scores, lane by
     lane, at least the lowest finite number: where all are -∞ their weights are then 0, not NaN.
     """
-    with t.function(f"scores_{rows.name}", _SCORES_ARGS, private=True):
+    with t.function(shape.part("scores", rows), _SCORES_ARGS, private=True):
         _Scores(t, target, shape, rows).write()
         t.line("return")
 
@@ -86,7 +86,7 @@ class _Scores:
         chains = [t.constant(0.0, self.vector)] * len(places)
         part = KV_SCALE_BLOCK if shape.is_int8 else shape.key
         for low in range(0, shape.key, part):
-            scales = self._key_scales(whole_block, inside, low // part, vectors)
+            scales = key_scales(t, self.target, shape, whole_block, inside, low // part, vectors)
             high = min(low + part, shape.key)
             unroll = max(1, _UNROLL // self.rows.count) if shape.element == "f32" else 1
             whole = low + (high - low) // unroll * unroll
@@ -94,8 +94,7 @@ class _Scores:
                 if begin < end:
                     chains = self._depths(keys, chains, scales, begin, end, step)
         scores = [
-            self._finished(chain, r, start, j)
-            for (r, j), chain in zip(places, chains, strict=True)
+            self._finished(chain, r, start, j) for (r, j), chain in zip(places, chains, strict=True)
         ]
         seen = Seen(t, self.lanes, self.rows, "%last", "%window")
         self._keep(start, vectors, seen.alone(scores, start, vectors))
@@ -146,15 +145,6 @@ class _Scores:
                 chains = following
             depth.next = chains
         return depth.results
-
-    def _key_scales(self, block: str, inside: str, number: int, vectors: int) -> list[str | None]:
-        """The scales of 32 elements of a block of keys, a vector of positions each."""
-        if not self.shape.is_int8:
-            return [None] * vectors
-        t = self.t
-        first = t.gep(t.gep(block, self.shape.key * KV_BLOCK, "i8"), inside)
-        places = [number * KV_BLOCK + j * self.lanes for j in range(vectors)]
-        return [t.load(t.gep(first, place), self.vector) for place in places]
 
     def _finished(self, score: str, row: int, start: str, number: int) -> str:
         """A score in powers of two, from the product of query and key."""

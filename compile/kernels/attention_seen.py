@@ -28,9 +28,7 @@ class Seen:
             "i1",
         )
         kinds = [f"vector<{self.lanes}xf32>"] * len(scores)
-        return t.choose(
-            hidden, lambda: self._masked(scores, start, vectors), lambda: scores, kinds
-        )
+        return t.choose(hidden, lambda: self._masked(scores, start, vectors), lambda: scores, kinds)
 
     def _masked(self, scores: list[str], start: str, vectors: int) -> list[str]:
         t, vector = self.t, f"vector<{self.lanes}xf32>"

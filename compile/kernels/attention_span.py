@@ -15,6 +15,7 @@ from buddy_pipeline.compile.kernels.attention_shape import (
 )
 from buddy_pipeline.compile.kernels.attention_softmax import emit_softmax, softmax_args
 from buddy_pipeline.compile.kernels.attention_values import emit_values, values_args
+from buddy_pipeline.compile.kernels.attention_widen import emit_widen
 from buddy_pipeline.compile.manifest import KV_SPAN
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
@@ -38,24 +39,39 @@ def span_args(values: list[str]) -> list[tuple[str, str]]:
     return [(v, kind) for v, (_, kind) in zip(values, _SPAN_ARGS, strict=True)]
 
 
-def emit_spans(t: Text, target: Target, shape: AttentionShape, all_rows: list[Rows]) -> None:
-    """`span_NxH(queries, keys, values, low, last, window, …, state, weights)` for each tile: the
-    partial result of N tokens at positions last, last + 1, … × H heads over the cache positions
-    low … low + KV_SPAN - 1, of which every token must see some."""
-    for rows in all_rows:
-        emit_queries(t, target, shape, rows)
-        emit_scores(t, target, shape, rows)
-        emit_softmax(t, target, rows)
-        emit_values(t, target, shape, rows)
-        with t.function(f"span_{rows.name}", _SPAN_ARGS, private=True):
-            _span(t, target, shape, rows)
-            t.line("return")
+def emit_span(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
+    """`span_NxH_CACHE(queries, keys, values, low, last, window, …, state, weights)`: the partial
+    result of N tokens at positions last, last + 1, … × H heads over the cache positions
+    low … low + KV_SPAN - 1, of which every token must see some, with their `keys` and `values`."""
+    emit_queries(t, target, shape, rows)
+    emit_scores(t, target, shape, rows)
+    emit_softmax(t, target, rows)
+    emit_values(t, target, shape, rows)
+    with t.function(shape.part("span", rows), _SPAN_ARGS, private=True):
+        _span(t, shape, rows)
+        t.line("return")
 
 
-def _span(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    weights = "%weights"
-    keys = t.gep("%keys", t.mul("%low", t.constant(shape.layer.key_elements)), shape.element)
-    values = t.gep("%values", t.mul("%low", t.constant(shape.layer.value_elements)), shape.element)
+def emit_joint_span(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
+    """A span function for tiles of several tokens. It reads f32; `widen` makes that of others."""
+    if shape != shape.widened:
+        emit_widen(t, target, shape)
+        emit_values(t, target, shape.widened, Rows(1, rows.heads))
+    emit_span(t, target, shape.widened, rows)
+
+
+def cached_span(
+    t: Text, shape: AttentionShape, keys: str, values: str, low: str
+) -> tuple[str, str]:
+    """Where keys and values of the positions from `low` on, a block's first, lie in the cache."""
+    sizes = (shape.layer.key_elements, shape.layer.value_elements)
+    heads = zip((keys, values), sizes, strict=True)
+    here, there = (t.gep(head, t.mul(low, t.constant(n)), shape.element) for head, n in heads)
+    return here, there
+
+
+def _span(t: Text, shape: AttentionShape, rows: Rows) -> None:
+    keys, values, weights = "%keys", "%values", "%weights"
 
     def begin(token: str) -> str:
         return begin_in_span(t, "%low", token, "%window")
@@ -71,7 +87,7 @@ def _span(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
 
     after = t.gep("%state", rows.count * shape.value_stride)
     scores = ["%queries", keys, first, end, last, "%window", "%softcap", "%slopes", weights, after]
-    t.call(f"scores_{rows.name}", scores_args(scores))
+    t.call(shape.part("scores", rows), scores_args(scores))
     t.call(f"softmax_{rows.name}", softmax_args([weights, first, end, after]))
 
     def one(token: str) -> None:
@@ -82,13 +98,12 @@ def _span(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
         own = t.gep(weights, t.mul(row, t.constant(WEIGHTS_STRIDE)))
         sums = t.gep("%state", t.mul(row, t.constant(shape.value_stride)))
         call = [own, values, low, high, t.op("arith.constant false"), sums]
-        name = Rows(1, rows.heads).name
-        t.call(f"values_{name}", values_args(call))
+        t.call(shape.part("values", Rows(1, rows.heads)), values_args(call))
 
     def together() -> list[str]:
         ends_here = t.compare("ult", last, t.constant(KV_SPAN))
         call = [weights, values, t.constant(0), end_of("%last"), ends_here, "%state"]
-        t.call(f"values_{rows.name}", values_args(call))
+        t.call(shape.part("values", rows), values_args(call))
         return []
 
     def apart() -> list[str]:

@@ -1,5 +1,6 @@
-"""Attention of many tokens: the team shares tiles of neighbouring tokens × query heads, each of
-which walks its spans alone."""
+"""Attention of many tokens: the team shares units of neighbouring tokens × a KV head's queries."""
+
+import functools
 
 from buddy_pipeline.compile.kernels.attention_ends import finish_args
 from buddy_pipeline.compile.kernels.attention_place import (
@@ -10,12 +11,16 @@ from buddy_pipeline.compile.kernels.attention_place import (
 )
 from buddy_pipeline.compile.kernels.attention_positions import first_position
 from buddy_pipeline.compile.kernels.attention_queries import queries_args
+from buddy_pipeline.compile.kernels.attention_run import run_args, run_tiles
 from buddy_pipeline.compile.kernels.attention_shape import AttentionShape, Rows, state_bytes
-from buddy_pipeline.compile.kernels.attention_span import span_args
+from buddy_pipeline.compile.kernels.attention_span import cached_span, span_args
 from buddy_pipeline.compile.kernels.step import step_word
 from buddy_pipeline.compile.manifest import KV_SPAN, StepWord
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
+
+#: A thread gets this many units where there are tokens enough: they differ in what they cost.
+_UNITS_A_THREAD = 8
 
 _TILE_ARGS = [
     ("q", "!llvm.ptr"),
@@ -35,7 +40,7 @@ _TILE_ARGS = [
 
 
 def emit_tile(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    """`tile_NxH(…)`: N neighbouring tokens × H query heads of one KV head, span after span."""
+    """`tile_1xH(…)`: H query heads of one token and KV head, span after span."""
     with t.function(f"tile_{rows.name}", _TILE_ARGS, private=True):
         span = t.constant(KV_SPAN)
         size = state_bytes(target, shape, rows.count)
@@ -44,12 +49,12 @@ def emit_tile(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> Non
         weights = t.gep(queries, rows.count * shape.query_stride)
         first = first_position(t, "%last", "%window")
         low = t.mul(t.binary("arith.divui", first, span), span)
-        end = t.add("%last", t.constant(rows.tokens))
+        end = t.add("%last", t.constant(1))
 
         def compute(start: str, to: str) -> None:
-            values = [queries, "%keys", "%values", start, "%last", "%window"]
-            values += ["%softcap", "%slopes", to, weights]
-            t.call(f"span_{rows.name}", span_args(values))
+            cached = cached_span(t, shape, "%keys", "%values", start)
+            values = [queries, *cached, start, "%last", "%window", "%softcap", "%slopes"]
+            t.call(shape.part("span", rows), span_args([*values, to, weights]))
 
         copied = ["%q", "%ldq", "%scale", "%softcap", queries]
         t.call(f"queries_{rows.name}", queries_args(copied))
@@ -82,69 +87,105 @@ def _call_tile(t: Text, rows: Rows, at: Place) -> None:
     t.call(f"tile_{rows.name}", list(zip(values, kinds, strict=True)))
 
 
-def emit_units(t: Text, shape: AttentionShape, together: int) -> None:
-    """`units(…)`: deals (group of neighbouring tokens, KV head) units round the team, head by head,
-    so that a head's keys and values stay in the cache.
+def emit_units(t: Text, shape: AttentionShape, rows: Rows | None) -> None:
+    """`units(…)`: deals (neighbouring tokens, KV head) units round the team, head by head, so that
+    a head's keys and values stay in the cache. Within one, runs of neighbours in one slot go
+    through tiles of `rows`, all else token by token.
 
-    Later tokens have more to read: dealing round keeps the team level. Neighbours go through one
-    tile when they are one run of one slot that starts and ends in the same spans.
+    Later tokens have more to read: dealing there and back keeps the team level.
     """
-    rows = Rows(together, shape.group)
     with t.function("units", PART_ARGS, private=True):
-        one, width = t.constant(1), t.constant(together)
         tokens, team = step_word(t, StepWord.TOKENS), step_word(t, StepWord.TEAM)
+        width = _unit_tokens(t, shape, tokens, team, rows) if rows else t.constant(1)
+        zero, one = t.constant(0), t.constant(1)
         groups = t.binary("arith.ceildivui", tokens, width)
         units = t.mul(groups, "%kv_heads")
-        with t.loop("%tid", units, team) as unit:
-            group = t.binary("arith.remui", unit.index, groups)
-            head = t.binary("arith.divui", unit.index, groups)
-            first = t.mul(group, width)
-            end = t.binary("arith.minui", t.add(first, width), tokens)
-
-            def single(first: str = first, end: str = end, head: str = head) -> list[str]:
-                with t.loop(first, end, one) as token:
-                    values = [token.index, head, *[f"%{n}" for n, _ in PART_ARGS]]
-                    kinds = [kind for _, kind in _TOKEN_ARGS]
-                    t.call("one_token", list(zip(values, kinds, strict=True)))
-                return []
-
-            def joint(first: str = first, head: str = head) -> list[str]:
-                at = place_of(t, shape, first, head)
-                _call_tile(t, rows, at)
-                return []
-
-            if together == 1:
-                single()
-            else:
-                t.choose(_is_run(t, first, end, together), joint, single, [])
+        back = t.binary("arith.subi", t.binary("arith.subi", team, one), "%tid")
+        with t.loop(zero, t.binary("arith.ceildivui", units, team), one) as turn:
+            odd = t.compare("ne", t.binary("arith.andi", turn.index, one), zero)
+            unit = t.add(t.mul(turn.index, team), t.select(odd, back, "%tid", "i64"))
+            with t.when(t.compare("ult", unit, units)):
+                head = t.binary("arith.divui", unit, groups)
+                first = t.mul(t.binary("arith.remui", unit, groups), width)
+                end = t.binary("arith.minui", t.add(first, width), tokens)
+                _unit(t, first, end, head, rows)
         t.line("return")
 
 
-def _is_run(t: Text, first: str, end: str, together: int) -> str:
-    """Whether tokens first … first + together - 1 exist, are neighbours in one slot, and their
-    attention begins in one span and ends in one."""
+def _unit_tokens(t: Text, shape: AttentionShape, tokens: str, team: str, rows: Rows) -> str:
+    """Tokens of a unit: as many tiles as make a run, while every thread gets some units."""
+    together = t.constant(rows.tokens)
+    tiles = t.binary("arith.ceildivui", tokens, together)
+    shares = t.mul(team, t.constant(_UNITS_A_THREAD))
+    tiles = t.binary("arith.divui", t.mul(tiles, "%kv_heads"), shares)
+    tiles = t.binary("arith.maxui", tiles, t.constant(1))
+    tiles = t.binary("arith.minui", tiles, t.constant(run_tiles(shape)))
+    return t.mul(tiles, together)
+
+
+def _unit(t: Text, first: str, end: str, head: str, rows: Rows | None) -> None:
+    """Tokens first … end - 1, as many as can be in runs."""
+    one = t.constant(1)
+    with t.loop(first, end, one, [(first, "i64")]) as token:
+        done = token.carried[0]
+
+        def alone() -> list[str]:
+            values = [token.index, head, *[f"%{n}" for n, _ in PART_ARGS]]
+            kinds = [kind for _, kind in _TOKEN_ARGS]
+            t.call("one_token", list(zip(values, kinds, strict=True)))
+            return [t.add(token.index, one)]
+
+        def begin() -> list[str]:
+            if not rows:
+                return alone()
+            tiles = _tiles(t, token.index, end, rows.tokens)
+
+            def joint() -> list[str]:
+                t.call("run", run_args(token.index, tiles, head))
+                return [t.add(token.index, t.mul(tiles, t.constant(rows.tokens)))]
+
+            return t.choose(t.compare("ne", tiles, t.constant(0)), joint, alone, ["i64"])
+
+        here = t.compare("eq", token.index, done)
+        token.next = t.choose(here, begin, lambda: [done], ["i64"])
+
+
+def _tiles(t: Text, first: str, end: str, together: int) -> str:
+    """How many tiles of `together` tokens from `first` on, before `end`, are a run of one slot in
+    which the tokens of a tile share their spans."""
+    true, zero, width = t.op("arith.constant true"), t.constant(0), t.constant(together)
+    until = t.binary("arith.subi", end, t.constant(together - 1))
+    with t.loop(first, until, width, [(zero, "i64"), (true, "i1")]) as tile:
+        count, going = tile.carried
+
+        def checks() -> list[str]:
+            return [_is_tile(t, first, tile.index, together)]
+
+        going = t.choose(going, checks, lambda: [going], ["i1"])[0]
+        one = t.op(f"arith.extui {going} : i1 to i64")
+        tile.next = [t.add(count, one), going]
+    return tile.results[0]
+
+
+def _is_tile(t: Text, first: str, start: str, together: int) -> str:
+    """Whether the `together` tokens from `start` on are neighbours in the slot of token `first`, as
+    far behind it as they are in the step, and see the same spans."""
     positions = step_word(t, StepWord.POSITIONS, "!llvm.ptr")
     slots = step_word(t, StepWord.SLOTS, "!llvm.ptr")
-    enough = t.compare("eq", t.binary("arith.subi", end, first), t.constant(together))
-
-    def checks() -> list[str]:
-        start = t.load(t.gep(positions, first, "i64"), "i64", 8)
-        slot = t.load(t.gep(slots, first, "i64"), "i64", 8)
-        same = t.op("arith.constant true")
-        for offset in range(1, together):
-            token = t.add(first, t.constant(offset))
-            position = t.load(t.gep(positions, token, "i64"), "i64", 8)
-            expected = t.add(start, t.constant(offset))
-            for equal in (
-                t.compare("eq", position, expected),
-                t.compare("eq", t.load(t.gep(slots, token, "i64"), "i64", 8), slot),
-            ):
-                same = t.binary("arith.andi", same, equal, "i1")
-        last = t.add(start, t.constant(together - 1))
-        begins = [first_position(t, p, "%window") for p in (start, last)]
-        for pair in (begins, [start, last]):
-            parts = [t.binary("arith.divui", p, t.constant(KV_SPAN)) for p in pair]
-            same = t.binary("arith.andi", same, t.compare("eq", *parts), "i1")
-        return [same]
-
-    return t.choose(enough, checks, lambda: [t.op("arith.constant false")], ["i1"])[0]
+    slot = t.load(t.gep(slots, first, "i64"), "i64", 8)
+    begin = t.load(t.gep(positions, first, "i64"), "i64", 8)
+    begin = t.add(begin, t.binary("arith.subi", start, first))
+    conditions = []
+    for offset in range(together):
+        token = t.add(start, t.constant(offset))
+        position = t.load(t.gep(positions, token, "i64"), "i64", 8)
+        conditions.append(t.compare("eq", position, t.add(begin, t.constant(offset))))
+        conditions.append(t.compare("eq", t.load(t.gep(slots, token, "i64"), "i64", 8), slot))
+    final = t.add(begin, t.constant(together - 1))
+    firsts = [first_position(t, position, "%window") for position in (begin, final)]
+    for pair in (firsts, [begin, final]):
+        spans = [t.binary("arith.divui", position, t.constant(KV_SPAN)) for position in pair]
+        conditions.append(t.compare("eq", *spans))
+    return functools.reduce(
+        lambda left, right: t.binary("arith.andi", left, right, "i1"), conditions
+    )
