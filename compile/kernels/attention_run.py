@@ -10,7 +10,7 @@ from buddy_pipeline.compile.kernels.attention_shape import (
     span_scratch_bytes,
     state_bytes,
 )
-from buddy_pipeline.compile.kernels.attention_span import cached_span, span_args
+from buddy_pipeline.compile.kernels.attention_span import cached_span, joint_span_args
 from buddy_pipeline.compile.kernels.attention_widen import (
     widen_args,
     widened_bytes,
@@ -19,6 +19,10 @@ from buddy_pipeline.compile.kernels.attention_widen import (
 from buddy_pipeline.compile.manifest import KV_SPAN
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
+
+#: Tiles of a run at most: they share the work of widening a span (3 % of a prefill of 256 tokens
+#: with 8 tiles, 1 % with 16).
+RUN_TILES = 16
 
 _RUN_ARGS = [("first", "i64"), ("tiles", "i64"), ("head", "i64"), *PART_ARGS]
 
@@ -29,20 +33,14 @@ def run_args(first: str, tiles: str, head: str) -> list[tuple[str, str]]:
     return [(v, kind) for v, (_, kind) in zip(values, _RUN_ARGS, strict=True)]
 
 
-def run_tiles(shape: AttentionShape) -> int:
-    """Tiles of a run at most: as many as share the work of widening a span (3 % of a prefill of 256
-    tokens with 8 tiles, 1 % with 16)."""
-    return 1 if shape == shape.widened else 16
-
-
 def run_scratch_bytes(target: Target, shape: AttentionShape, rows: Rows) -> int:
     """Bytes of scratch: the states of all tiles, a partial one, what a span needs."""
-    states = (run_tiles(shape) + 1) * state_bytes(target, shape, rows.count)
+    states = (RUN_TILES + 1) * state_bytes(target, shape, rows.count)
     return states + span_scratch_bytes(shape, rows.count) + widened_bytes(shape)
 
 
 def emit_run(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    """`run(first, tiles, head, …)`: the query heads of a KV head, of `tiles` (at most `run_tiles`)
+    """`run(first, tiles, head, …)`: the query heads of a KV head, of `tiles` (at most RUN_TILES)
     tiles of tokens from `first` on, which are neighbours in one slot. No edge of a span may divide
     what the tokens of a tile see first or last."""
     with t.function("run", _RUN_ARGS, private=True):
@@ -56,7 +54,7 @@ class _Run:
     def __init__(self, t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
         self.t, self.shape, self.rows = t, shape, rows
         self.size = state_bytes(target, shape, rows.count)
-        self.part = t.gep("%scratch", run_tiles(shape) * self.size, "i8")
+        self.part = t.gep("%scratch", RUN_TILES * self.size, "i8")
         self.queries = t.gep(self.part, self.size, "i8")
         self.weights = t.gep(self.queries, rows.count * shape.query_stride)
         self.wide = t.gep(self.queries, span_scratch_bytes(shape, rows.count), "i8")
@@ -97,7 +95,9 @@ class _Run:
         final = self._span_of(last)
         edges = (t.compare("sle", begin, low), t.compare("sle", low, final))
         with t.when(t.binary("arith.andi", *edges, "i1")):
-            state = t.gep("%scratch", t.mul(number, t.constant(self.size)), "i8")
+            # What is whole after one span stays where it is made, in the first cache.
+            own = t.gep("%scratch", t.mul(number, t.constant(self.size)), "i8")
+            state = t.select(t.compare("eq", begin, final), self.part, own, "!llvm.ptr")
             later = t.compare("ne", low, begin)
             to = t.select(later, self.part, state, "!llvm.ptr")
             self._span(tokens, low, last, keys, values, to)
@@ -111,8 +111,11 @@ class _Run:
 
     def _span(self, tokens: str, low: str, last: str, keys: str, values: str, to: str) -> None:
         """The partial result of the tile that begins `tokens` tokens behind the run's first."""
-        t, at, name = self.t, self.at, self.rows.name
-        q = t.gep(at.q, t.mul(tokens, "%ldq"))
-        t.call(f"queries_{name}", queries_args([q, "%ldq", "%scale", "%softcap", self.queries]))
-        call = [self.queries, keys, values, low, last, "%window", "%softcap", at.slopes]
-        t.call(self.shape.widened.part("span", self.rows), span_args([*call, to, self.weights]))
+        t, at, rows = self.t, self.at, self.rows
+        q, out = t.gep(at.q, t.mul(tokens, "%ldq")), t.gep(at.out, t.mul(tokens, "%ldo"))
+        following = t.gep(q, t.mul(t.constant(rows.tokens), "%ldq"))
+        copy = [q, "%ldq", "%scale", "%softcap", self.queries]
+        t.call(f"queries_{rows.name}", queries_args(copy))
+        call = [self.queries, keys, values, low, last, "%window", "%softcap", at.slopes, to]
+        call += [self.weights, following, "%ldq", out, "%ldo"]
+        t.call(self.shape.widened.part("span", rows), joint_span_args(call))

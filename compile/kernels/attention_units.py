@@ -11,7 +11,7 @@ from buddy_pipeline.compile.kernels.attention_place import (
 )
 from buddy_pipeline.compile.kernels.attention_positions import first_position
 from buddy_pipeline.compile.kernels.attention_queries import queries_args
-from buddy_pipeline.compile.kernels.attention_run import run_args, run_tiles
+from buddy_pipeline.compile.kernels.attention_run import RUN_TILES, run_args
 from buddy_pipeline.compile.kernels.attention_shape import AttentionShape, Rows, state_bytes
 from buddy_pipeline.compile.kernels.attention_span import cached_span, span_args
 from buddy_pipeline.compile.kernels.step import step_word
@@ -96,7 +96,7 @@ def emit_units(t: Text, shape: AttentionShape, rows: Rows | None) -> None:
     """
     with t.function("units", PART_ARGS, private=True):
         tokens, team = step_word(t, StepWord.TOKENS), step_word(t, StepWord.TEAM)
-        width = _unit_tokens(t, shape, tokens, team, rows) if rows else t.constant(1)
+        width = _unit_tokens(t, tokens, team, rows) if rows else t.constant(1)
         zero, one = t.constant(0), t.constant(1)
         groups = t.binary("arith.ceildivui", tokens, width)
         units = t.mul(groups, "%kv_heads")
@@ -112,14 +112,14 @@ def emit_units(t: Text, shape: AttentionShape, rows: Rows | None) -> None:
         t.line("return")
 
 
-def _unit_tokens(t: Text, shape: AttentionShape, tokens: str, team: str, rows: Rows) -> str:
-    """Tokens of a unit: as many tiles as make a run, while every thread gets some units."""
+def _unit_tokens(t: Text, tokens: str, team: str, rows: Rows) -> str:
+    """Tokens of a unit: up to RUN_TILES tiles, while every thread gets some units."""
     together = t.constant(rows.tokens)
     tiles = t.binary("arith.ceildivui", tokens, together)
     shares = t.mul(team, t.constant(_UNITS_A_THREAD))
     tiles = t.binary("arith.divui", t.mul(tiles, "%kv_heads"), shares)
     tiles = t.binary("arith.maxui", tiles, t.constant(1))
-    tiles = t.binary("arith.minui", tiles, t.constant(run_tiles(shape)))
+    tiles = t.binary("arith.minui", tiles, t.constant(RUN_TILES))
     return t.mul(tiles, together)
 
 
