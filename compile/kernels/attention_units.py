@@ -14,13 +14,10 @@ from buddy_pipeline.compile.kernels.attention_queries import queries_args
 from buddy_pipeline.compile.kernels.attention_run import RUN_TILES, run_args
 from buddy_pipeline.compile.kernels.attention_shape import AttentionShape, Rows, state_bytes
 from buddy_pipeline.compile.kernels.attention_span import cached_span, span_args
-from buddy_pipeline.compile.kernels.step import step_word
+from buddy_pipeline.compile.kernels.step import step_word, thread_share
 from buddy_pipeline.compile.manifest import KV_SPAN, StepWord
 from buddy_pipeline.compile.mlir_text import Text
 from buddy_pipeline.compile.target import Target
-
-#: A thread gets this many units where there are tokens enough: they differ in what they cost.
-_UNITS_A_THREAD = 8
 
 _TILE_ARGS = [
     ("q", "!llvm.ptr"),
@@ -88,39 +85,27 @@ def _call_tile(t: Text, rows: Rows, at: Place) -> None:
 
 
 def emit_units(t: Text, shape: AttentionShape, rows: Rows | None) -> None:
-    """`units(…)`: deals (neighbouring tokens, KV head) units round the team, head by head, so that
-    a head's keys and values stay in the cache. Within one, runs of neighbours in one slot go
-    through tiles of `rows`, all else token by token.
+    """`units(…)`: shares (token, KV head) out, head by head, so that a head's keys and values stay
+    in the cache. Runs of neighbours in one slot go through tiles of `rows`, all else alone.
 
-    Later tokens have more to read: dealing there and back keeps the team level.
+    Later tokens have more to read: of a head's tokens in blocks, two for each thread of the team, a
+    thread gets one from the front and the same from the back, with the next head the next pair.
     """
     with t.function("units", PART_ARGS, private=True):
+        zero, one, two = t.constant(0), t.constant(1), t.constant(2)
         tokens, team = step_word(t, StepWord.TOKENS), step_word(t, StepWord.TEAM)
-        width = _unit_tokens(t, tokens, team, rows) if rows else t.constant(1)
-        zero, one = t.constant(0), t.constant(1)
-        groups = t.binary("arith.ceildivui", tokens, width)
-        units = t.mul(groups, "%kv_heads")
-        back = t.binary("arith.subi", t.binary("arith.subi", team, one), "%tid")
-        with t.loop(zero, t.binary("arith.ceildivui", units, team), one) as turn:
-            odd = t.compare("ne", t.binary("arith.andi", turn.index, one), zero)
-            unit = t.add(t.mul(turn.index, team), t.select(odd, back, "%tid", "i64"))
-            with t.when(t.compare("ult", unit, units)):
-                head = t.binary("arith.divui", unit, groups)
-                first = t.mul(t.binary("arith.remui", unit, groups), width)
-                end = t.binary("arith.minui", t.add(first, width), tokens)
-                _unit(t, first, end, head, rows)
+        together = t.constant(rows.tokens if rows else 1)
+        tiles, blocks = t.binary("arith.ceildivui", tokens, together), t.mul(team, two)
+        with t.loop(zero, "%kv_heads", one) as head:
+            front = t.binary("arith.remui", t.add("%tid", head.index), team)
+            back = t.binary("arith.subi", t.binary("arith.subi", blocks, one), front)
+            # Two rounds: the step leads from the one block to the other.
+            apart = t.binary("arith.subi", back, front)
+            with t.loop(front, t.add(back, one), apart) as block:
+                low, high = thread_share(t, tiles, block.index, blocks)
+                end = t.binary("arith.minui", t.mul(high, together), tokens)
+                _unit(t, t.mul(low, together), end, head.index, rows)
         t.line("return")
-
-
-def _unit_tokens(t: Text, tokens: str, team: str, rows: Rows) -> str:
-    """Tokens of a unit: up to RUN_TILES tiles, while every thread gets some units."""
-    together = t.constant(rows.tokens)
-    tiles = t.binary("arith.ceildivui", tokens, together)
-    shares = t.mul(team, t.constant(_UNITS_A_THREAD))
-    tiles = t.binary("arith.divui", t.mul(tiles, "%kv_heads"), shares)
-    tiles = t.binary("arith.maxui", tiles, t.constant(1))
-    tiles = t.binary("arith.minui", tiles, t.constant(RUN_TILES))
-    return t.mul(tiles, together)
 
 
 def _unit(t: Text, first: str, end: str, head: str, rows: Rows | None) -> None:
@@ -152,9 +137,11 @@ def _unit(t: Text, first: str, end: str, head: str, rows: Rows | None) -> None:
 
 def _tiles(t: Text, first: str, end: str, together: int) -> str:
     """How many tiles of `together` tokens from `first` on, before `end`, are a run of one slot in
-    which the tokens of a tile share their spans."""
+    which the tokens of a tile share their spans; at most RUN_TILES."""
     true, zero, width = t.op("arith.constant true"), t.constant(0), t.constant(together)
-    until = t.binary("arith.subi", end, t.constant(together - 1))
+    most = t.add(first, t.constant(RUN_TILES * together))
+    until = t.binary("arith.minui", end, most)
+    until = t.binary("arith.subi", until, t.constant(together - 1))
     with t.loop(first, until, width, [(zero, "i64"), (true, "i1")]) as tile:
         count, going = tile.carried
 
