@@ -26,7 +26,8 @@ from buddy_pipeline.compile.kernels.attention_shape import (
 from buddy_pipeline.compile.kernels.attention_span import emit_joint_span, emit_span
 from buddy_pipeline.compile.kernels.attention_split import emit_split
 from buddy_pipeline.compile.kernels.attention_store import emit_store
-from buddy_pipeline.compile.kernels.attention_units import emit_tile, emit_token, emit_units
+from buddy_pipeline.compile.kernels.attention_token import emit_tile, emit_token
+from buddy_pipeline.compile.kernels.attention_units import emit_units
 from buddy_pipeline.compile.kernels.step import barrier, declare_barrier, step_word
 from buddy_pipeline.compile.manifest import KV_SPAN, SPLIT_UNITS, StepWord
 from buddy_pipeline.compile.mlir_text import Text
@@ -61,7 +62,7 @@ def emit_attention(target: Target, shape: AttentionShape) -> str:
     for count in sorted({rows.count for rows in all_rows}):
         emit_merge(t, target, shape, count)
     emit_token(t, shape, parts)
-    emit_units(t, shape, joint)
+    emit_units(t, joint)
     emit_split(t, target, shape, parts)
     _emit_entry(t, shape)
     return str(t)

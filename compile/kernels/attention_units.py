@@ -1,90 +1,18 @@
-"""Attention of many tokens: the team shares units of neighbouring tokens × a KV head's queries."""
+"""Attention of many tokens: how the team shares them out, and which of them go together."""
 
 import functools
 
-from buddy_pipeline.compile.kernels.attention_ends import finish_args
-from buddy_pipeline.compile.kernels.attention_place import (
-    PART_ARGS,
-    Place,
-    from_head,
-    place_of,
-)
+from buddy_pipeline.compile.kernels.attention_place import PART_ARGS
 from buddy_pipeline.compile.kernels.attention_positions import first_position
-from buddy_pipeline.compile.kernels.attention_queries import queries_args
 from buddy_pipeline.compile.kernels.attention_run import RUN_TILES, run_args
-from buddy_pipeline.compile.kernels.attention_shape import AttentionShape, Rows, state_bytes
-from buddy_pipeline.compile.kernels.attention_span import cached_span, span_args
+from buddy_pipeline.compile.kernels.attention_shape import Rows
+from buddy_pipeline.compile.kernels.attention_token import token_args
 from buddy_pipeline.compile.kernels.step import step_word, thread_share
 from buddy_pipeline.compile.manifest import KV_SPAN, StepWord
 from buddy_pipeline.compile.mlir_text import Text
-from buddy_pipeline.compile.target import Target
-
-_TILE_ARGS = [
-    ("q", "!llvm.ptr"),
-    ("ldq", "i64"),
-    ("keys", "!llvm.ptr"),
-    ("values", "!llvm.ptr"),
-    ("out", "!llvm.ptr"),
-    ("ldo", "i64"),
-    ("last", "i64"),
-    ("window", "i64"),
-    ("scale", "f32"),
-    ("softcap", "f32"),
-    ("sinks", "!llvm.ptr"),
-    ("slopes", "!llvm.ptr"),
-    ("scratch", "!llvm.ptr"),
-]
 
 
-def emit_tile(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    """`tile_1xH(…)`: H query heads of one token and KV head, span after span."""
-    with t.function(f"tile_{rows.name}", _TILE_ARGS, private=True):
-        span = t.constant(KV_SPAN)
-        size = state_bytes(target, shape, rows.count)
-        state, part = "%scratch", t.gep("%scratch", size, "i8")
-        queries = t.gep("%scratch", 2 * size, "i8")
-        weights = t.gep(queries, rows.count * shape.query_stride)
-        first = first_position(t, "%last", "%window")
-        low = t.mul(t.binary("arith.divui", first, span), span)
-        end = t.add("%last", t.constant(1))
-
-        def compute(start: str, to: str) -> None:
-            cached = cached_span(t, shape, "%keys", "%values", start)
-            values = [queries, *cached, start, "%last", "%window", "%softcap", "%slopes"]
-            t.call(shape.part("span", rows), span_args([*values, to, weights]))
-
-        copied = ["%q", "%ldq", "%scale", "%softcap", queries]
-        t.call(f"queries_{rows.name}", queries_args(copied))
-        compute(low, state)
-        with t.loop(t.add(low, span), end, span) as later:
-            compute(later.index, part)
-            t.call(f"merge_{rows.count}", [(state, "!llvm.ptr"), (part, "!llvm.ptr")])
-        t.call(f"finish_{rows.name}", finish_args([state, "%out", "%ldo", "%sinks"]))
-        t.line("return")
-
-
-_TOKEN_ARGS = [("token", "i64"), ("head", "i64"), *PART_ARGS]
-
-
-def emit_token(t: Text, shape: AttentionShape, single: list[Rows]) -> None:
-    """`one_token(token, head, …)`: all query heads of one token and KV head."""
-    with t.function("one_token", _TOKEN_ARGS, private=True):
-        at = place_of(t, shape, "%token", "%head")
-        start = 0
-        for rows in single:
-            _call_tile(t, rows, from_head(t, shape, at, start))
-            start += rows.heads
-        t.line("return")
-
-
-def _call_tile(t: Text, rows: Rows, at: Place) -> None:
-    values = [at.q, "%ldq", at.keys, at.values, at.out, "%ldo", at.last]
-    values += ["%window", "%scale", "%softcap", at.sinks, at.slopes, "%scratch"]
-    kinds = [kind for _, kind in _TILE_ARGS]
-    t.call(f"tile_{rows.name}", list(zip(values, kinds, strict=True)))
-
-
-def emit_units(t: Text, shape: AttentionShape, rows: Rows | None) -> None:
+def emit_units(t: Text, rows: Rows | None) -> None:
     """`units(…)`: shares (token, KV head) out, head by head, so that a head's keys and values stay
     in the cache. Runs of neighbours in one slot go through tiles of `rows`, all else alone.
 
@@ -115,9 +43,7 @@ def _unit(t: Text, first: str, end: str, head: str, rows: Rows | None) -> None:
         done = token.carried[0]
 
         def alone() -> list[str]:
-            values = [token.index, head, *[f"%{n}" for n, _ in PART_ARGS]]
-            kinds = [kind for _, kind in _TOKEN_ARGS]
-            t.call("one_token", list(zip(values, kinds, strict=True)))
+            t.call("one_token", token_args(token.index, head))
             return [t.add(token.index, one)]
 
         def begin() -> list[str]:
