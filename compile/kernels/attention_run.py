@@ -6,7 +6,7 @@ from buddy_pipeline.compile.kernels.attention_positions import first_position
 from buddy_pipeline.compile.kernels.attention_queries import queries_args
 from buddy_pipeline.compile.kernels.attention_shape import (
     AttentionShape,
-    Rows,
+    Run,
     span_scratch_bytes,
     state_bytes,
 )
@@ -33,26 +33,27 @@ def run_args(first: str, tiles: str, head: str) -> list[tuple[str, str]]:
     return [(v, kind) for v, (_, kind) in zip(values, _RUN_ARGS, strict=True)]
 
 
-def run_scratch_bytes(target: Target, shape: AttentionShape, rows: Rows) -> int:
+def run_scratch_bytes(target: Target, shape: AttentionShape, run: Run) -> int:
     """Bytes of scratch: the states of all tiles, a partial one, what a span needs."""
-    states = (RUN_TILES + 1) * state_bytes(target, shape, rows.count)
-    return states + span_scratch_bytes(shape, rows.count) + widened_bytes(shape)
+    states = (RUN_TILES + 1) * state_bytes(target, shape, run.rows.count)
+    return states + span_scratch_bytes(shape, run.rows.count) + widened_bytes(shape)
 
 
-def emit_run(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    """`run(first, tiles, head, …)`: the query heads of a KV head, of `tiles` (at most RUN_TILES)
-    tiles of tokens from `first` on, which are neighbours in one slot. No edge of a span may divide
-    what the tokens of a tile see first or last."""
-    with t.function("run", _RUN_ARGS, private=True):
-        _Run(t, target, shape, rows).write()
+def emit_run(t: Text, target: Target, shape: AttentionShape, run: Run) -> None:
+    """`run_NxH_CACHE(first, tiles, head, …)`: the query heads of a KV head, of `tiles` (at most
+    RUN_TILES) tiles of tokens from `first` on, which are neighbours in one slot. No edge of a span
+    may divide what the tokens of a tile see first or last."""
+    with t.function(run.name, _RUN_ARGS, private=True):
+        _Run(t, target, shape, run).write()
         t.line("return")
 
 
 class _Run:
-    """Writes the body of `run`."""
+    """Writes the body of one `run` function."""
 
-    def __init__(self, t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-        self.t, self.shape, self.rows = t, shape, rows
+    def __init__(self, t: Text, target: Target, shape: AttentionShape, run: Run) -> None:
+        self.t, self.shape, self.rows, self.reads = t, shape, run.rows, run.reads
+        rows = run.rows
         self.size = state_bytes(target, shape, rows.count)
         self.part = t.gep("%scratch", RUN_TILES * self.size, "i8")
         self.queries = t.gep(self.part, self.size, "i8")
@@ -77,10 +78,10 @@ class _Run:
         return self.t.mul(self.t.binary("arith.divui", position, span), span)
 
     def _memory(self, low: str, places: str) -> tuple[str, str]:
-        """Keys and values of a span in f32, the first `places` of them."""
+        """Keys and values of a span as its tiles read them, the first `places` of them."""
         t, shape = self.t, self.shape
         cached = cached_span(t, shape, self.at.keys, self.at.values, low)
-        if shape == shape.widened:
+        if shape == self.reads:
             return cached
         keys, values = self.wide, t.gep(self.wide, widened_key_bytes(shape), "i8")
         t.call("widen", widen_args([*cached, places, keys, values]))
@@ -118,4 +119,4 @@ class _Run:
         t.call(f"queries_{rows.name}", queries_args(copy))
         call = [self.queries, keys, values, low, last, "%window", "%softcap", at.slopes, to]
         call += [self.weights, following, "%ldq", out, "%ldo"]
-        t.call(self.shape.widened.part("span", rows), joint_span_args(call))
+        t.call(self.reads.part("span", rows), joint_span_args(call))

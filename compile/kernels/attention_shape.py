@@ -92,11 +92,36 @@ def token_parts(target: Target, shape: AttentionShape) -> list[Rows]:
     return [Rows(1, min(most, shape.group - start)) for start in range(0, shape.group, most)]
 
 
-def joint_rows(target: Target, shape: AttentionShape) -> Rows | None:
-    """The tile of as many neighbouring tokens as fit the registers, where these are several; it
-    reads f32, of whatever type the cache is."""
-    together = _most_rows(target, shape.widened) // shape.group
-    return Rows(together, shape.group) if together > 1 else None
+#: Tiles from which on a run widens each span first: that costs what three or four of them gain.
+_WIDEN_FROM = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """How runs of neighbouring tokens are computed that are at least `fewest` tiles long: in tiles
+    of `rows`, which read a cache as `reads` has it. Where it is of another type, it is widened."""
+
+    rows: Rows
+    reads: AttentionShape
+    fewest: int
+
+    @property
+    def name(self) -> str:
+        """The symbol of its function."""
+        return f"run_{self.rows.name}_{self.reads.cache}"
+
+
+def runs_of(target: Target, shape: AttentionShape) -> list[Run]:
+    """The runs that a kernel computes together, the longest first, in tiles of as many tokens as
+    fit the registers beside f32."""
+    wide = shape.widened
+    rows = Rows(_most_rows(target, wide) // shape.group, shape.group)
+    runs = []
+    if rows.tokens and shape != wide:
+        runs.append(Run(rows, wide, _WIDEN_FROM))
+    if rows.tokens > 1 and rows.count <= _most_rows(target, shape):
+        runs.append(Run(rows, shape, 1))
+    return runs
 
 
 def _most_rows(target: Target, shape: AttentionShape) -> int:

@@ -6,16 +6,14 @@ the span to the other. Scores count in powers of two: queries are multiplied by 
 """
 
 from buddy_pipeline.compile.kernels.attention_positions import begin_in_span, end_in_span
-from buddy_pipeline.compile.kernels.attention_queries import emit_queries
 from buddy_pipeline.compile.kernels.attention_scores import emit_scores, scores_args
 from buddy_pipeline.compile.kernels.attention_shape import (
     WEIGHTS_STRIDE,
     AttentionShape,
     Rows,
 )
-from buddy_pipeline.compile.kernels.attention_softmax import emit_softmax, softmax_args
+from buddy_pipeline.compile.kernels.attention_softmax import softmax_args
 from buddy_pipeline.compile.kernels.attention_values import emit_values, values_args
-from buddy_pipeline.compile.kernels.attention_widen import emit_widen
 from buddy_pipeline.compile.manifest import KV_SPAN
 from buddy_pipeline.compile.mlir_text import CACHE_LINE, Text
 from buddy_pipeline.compile.target import Target
@@ -55,7 +53,8 @@ def emit_span(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> Non
     """`span_1xH_CACHE(queries, keys, values, low, last, window, …, state, weights)`: the partial
     result of the token at position `last` × H heads over the cache positions
     low … low + KV_SPAN - 1, of which it must see some, with their `keys` and `values`."""
-    _emit_parts(t, target, shape, rows)
+    emit_scores(t, target, shape, rows)
+    emit_values(t, target, shape, rows)
     with t.function(shape.part("span", rows), _SPAN_ARGS, private=True):
         _score(t, shape, rows)
         _weigh(t, shape, rows)
@@ -64,27 +63,24 @@ def emit_span(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> Non
 
 
 def emit_joint_span(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    """`span_NxH_f32(…, next, ldq, out, ldo)`: the same of N tokens at positions last, last + 1, …,
-    each of which must see some positions. It reads f32; `widen` makes that of other caches.
+    """`span_NxH_CACHE(…, next, ldq, out, ldo)`: the same of N tokens at positions last, last + 1,
+    …, each of which must see some positions.
 
     `next` are the next tile's queries and `out` where this one's outputs will be: runs of a few
     lines, which hardware does not foresee. They are asked for before what is computed in the first
     cache alone, at the tile's last span (2 % of a prefill of 256 tokens; beside scores, which wait
     for keys, it was none).
     """
-    wide = shape.widened
-    if shape != wide:
-        emit_widen(t, target, shape)
-        emit_values(t, target, wide, Rows(1, rows.heads))
-    _emit_parts(t, target, wide, rows)
-    with t.function(wide.part("span", rows), _JOINT_ARGS, private=True):
-        _score(t, wide, rows)
+    emit_scores(t, target, shape, rows)
+    emit_values(t, target, shape, rows)
+    with t.function(shape.part("span", rows), _JOINT_ARGS, private=True):
+        _score(t, shape, rows)
         with t.when(_ends_here(t)):
             _ask(t, rows, "%next", "%ldq", shape.key, write=False)
-        _weigh(t, wide, rows)
+        _weigh(t, shape, rows)
         with t.when(_ends_here(t)):
             _ask(t, rows, "%out", "%ldo", shape.value, write=True)
-        _sum(t, wide, rows)
+        _sum(t, shape, rows)
         t.line("return")
 
 
@@ -96,13 +92,6 @@ def cached_span(
     heads = zip((keys, values), sizes, strict=True)
     here, there = (t.gep(head, t.mul(low, t.constant(n)), shape.element) for head, n in heads)
     return here, there
-
-
-def _emit_parts(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    emit_queries(t, target, shape, rows)
-    emit_scores(t, target, shape, rows)
-    emit_softmax(t, target, rows)
-    emit_values(t, target, shape, rows)
 
 
 def _seen(t: Text, rows: Rows) -> tuple[str, str]:

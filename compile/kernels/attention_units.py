@@ -5,16 +5,16 @@ import functools
 from buddy_pipeline.compile.kernels.attention_place import PART_ARGS
 from buddy_pipeline.compile.kernels.attention_positions import first_position
 from buddy_pipeline.compile.kernels.attention_run import RUN_TILES, run_args
-from buddy_pipeline.compile.kernels.attention_shape import Rows
+from buddy_pipeline.compile.kernels.attention_shape import Run
 from buddy_pipeline.compile.kernels.attention_token import token_args
 from buddy_pipeline.compile.kernels.step import step_word, thread_share
 from buddy_pipeline.compile.manifest import KV_SPAN, StepWord
 from buddy_pipeline.compile.mlir_text import Text
 
 
-def emit_units(t: Text, rows: Rows | None) -> None:
+def emit_units(t: Text, runs: list[Run]) -> None:
     """`units(…)`: shares (token, KV head) out, head by head, so that a head's keys and values stay
-    in the cache. Runs of neighbours in one slot go through tiles of `rows`, all else alone.
+    in the cache. Neighbours in one slot are computed as `runs`, all else alone.
 
     Later tokens have more to read: of a head's tokens in blocks, two for each thread of the team, a
     thread gets one from the front and the same from the back, with the next head the next pair.
@@ -22,7 +22,7 @@ def emit_units(t: Text, rows: Rows | None) -> None:
     with t.function("units", PART_ARGS, private=True):
         zero, one, two = t.constant(0), t.constant(1), t.constant(2)
         tokens, team = step_word(t, StepWord.TOKENS), step_word(t, StepWord.TEAM)
-        together = t.constant(rows.tokens if rows else 1)
+        together = t.constant(runs[0].rows.tokens if runs else 1)
         tiles, blocks = t.binary("arith.ceildivui", tokens, together), t.mul(team, two)
         with t.loop(zero, "%kv_heads", one) as head:
             front = t.binary("arith.remui", t.add("%tid", head.index), team)
@@ -32,11 +32,11 @@ def emit_units(t: Text, rows: Rows | None) -> None:
             with t.loop(front, t.add(back, one), apart) as block:
                 low, high = thread_share(t, tiles, block.index, blocks)
                 end = t.binary("arith.minui", t.mul(high, together), tokens)
-                _unit(t, t.mul(low, together), end, head.index, rows)
+                _unit(t, t.mul(low, together), end, head.index, runs)
         t.line("return")
 
 
-def _unit(t: Text, first: str, end: str, head: str, rows: Rows | None) -> None:
+def _unit(t: Text, first: str, end: str, head: str, runs: list[Run]) -> None:
     """Tokens first … end - 1, as many as can be in runs."""
     one = t.constant(1)
     with t.loop(first, end, one, [(first, "i64")]) as token:
@@ -46,16 +46,23 @@ def _unit(t: Text, first: str, end: str, head: str, rows: Rows | None) -> None:
             t.call("one_token", token_args(token.index, head))
             return [t.add(token.index, one)]
 
-        def begin() -> list[str]:
-            if not rows:
+        def longest(tiles: str, runs: list[Run]) -> list[str]:
+            """The first of `runs` that is not too long for so many tiles."""
+            if not runs:
                 return alone()
-            tiles = _tiles(t, token.index, end, rows.tokens)
+            run, *shorter = runs
 
-            def joint() -> list[str]:
-                t.call("run", run_args(token.index, tiles, head))
-                return [t.add(token.index, t.mul(tiles, t.constant(rows.tokens)))]
+            def together() -> list[str]:
+                t.call(run.name, run_args(token.index, tiles, head))
+                return [t.add(token.index, t.mul(tiles, t.constant(run.rows.tokens)))]
 
-            return t.choose(t.compare("ne", tiles, t.constant(0)), joint, alone, ["i64"])
+            enough = t.compare("uge", tiles, t.constant(run.fewest))
+            return t.choose(enough, together, lambda: longest(tiles, shorter), ["i64"])
+
+        def begin() -> list[str]:
+            if not runs:
+                return alone()
+            return longest(_tiles(t, token.index, end, runs[0].rows.tokens), runs)
 
         here = t.compare("eq", token.index, done)
         token.next = t.choose(here, begin, lambda: [done], ["i64"])
