@@ -15,17 +15,24 @@ from functools import partial
 
 from buddy_pipeline.compile.kernels.attention_ends import emit_finish, emit_merge
 from buddy_pipeline.compile.kernels.attention_place import PART_ARGS, SIGNATURE
+from buddy_pipeline.compile.kernels.attention_queries import emit_queries
+from buddy_pipeline.compile.kernels.attention_run import emit_run, run_scratch_bytes
 from buddy_pipeline.compile.kernels.attention_shape import (
     AttentionShape,
-    rows_of,
+    Rows,
+    runs_of,
     span_scratch_bytes,
     state_bytes,
     token_parts,
 )
-from buddy_pipeline.compile.kernels.attention_span import emit_spans
+from buddy_pipeline.compile.kernels.attention_softmax import emit_softmax
+from buddy_pipeline.compile.kernels.attention_span import emit_joint_span, emit_span
 from buddy_pipeline.compile.kernels.attention_split import emit_split
 from buddy_pipeline.compile.kernels.attention_store import emit_store
-from buddy_pipeline.compile.kernels.attention_units import emit_tile, emit_token, emit_units
+from buddy_pipeline.compile.kernels.attention_token import emit_tile, emit_token
+from buddy_pipeline.compile.kernels.attention_units import emit_units
+from buddy_pipeline.compile.kernels.attention_values import emit_values
+from buddy_pipeline.compile.kernels.attention_widen import emit_widen
 from buddy_pipeline.compile.kernels.step import barrier, declare_barrier, step_word
 from buddy_pipeline.compile.manifest import KV_SPAN, SPLIT_UNITS, StepWord
 from buddy_pipeline.compile.mlir_text import Text
@@ -33,29 +40,40 @@ from buddy_pipeline.compile.target import Target
 
 
 def attention_scratch_bytes(target: Target, shape: AttentionShape) -> int:
-    """Bytes of scratch per thread: a running and a partial state, and what a span needs."""
-    most = max(rows.count for rows in rows_of(target, shape))
-    return 2 * state_bytes(target, shape, most) + span_scratch_bytes(shape, most)
+    """Bytes of scratch per thread: a running and a partial state, and what a span needs; more where
+    a thread computes a run of tokens."""
+    most = max(rows.count for rows in token_parts(target, shape))
+    single = 2 * state_bytes(target, shape, most) + span_scratch_bytes(shape, most)
+    return max([single, *(run_scratch_bytes(target, shape, run) for run in runs_of(target, shape))])
 
 
 def emit_attention(target: Target, shape: AttentionShape) -> str:
     """MLIR text of the module with the kernel for `shape`."""
     t = Text()
     declare_barrier(t)
-    all_rows = rows_of(target, shape)
     emit_store(t, target, shape)
-    emit_spans(t, target, shape, all_rows)
+    parts = token_parts(target, shape)
+    single, runs = list(dict.fromkeys(parts)), runs_of(target, shape)
+    all_rows = list(dict.fromkeys([*single, *(run.rows for run in runs)]))
     for rows in all_rows:
+        emit_queries(t, target, shape, rows)
+        emit_softmax(t, target, rows)
         emit_finish(t, target, shape, rows)
     for count in sorted({rows.count for rows in all_rows}):
         emit_merge(t, target, shape, count)
-    for rows in all_rows:
+    for rows in single:
+        emit_span(t, target, shape, rows)
         emit_tile(t, target, shape, rows)
-    single = token_parts(target, shape)
-    together = max((rows.tokens for rows in all_rows), default=1)
-    emit_token(t, shape, single)
-    emit_units(t, shape, together)
-    emit_split(t, target, shape, single)
+    if shape != shape.widened and runs:
+        emit_widen(t, target, shape)
+        if runs[0].rows.tokens > 1:  # they are summed up alone where their windows begin
+            emit_values(t, target, shape.widened, Rows(1, shape.group))
+    for run in runs:
+        emit_joint_span(t, target, run.reads, run.rows)
+        emit_run(t, target, shape, run)
+    emit_token(t, shape, parts)
+    emit_units(t, runs)
+    emit_split(t, target, shape, parts)
     _emit_entry(t, shape)
     return str(t)
 

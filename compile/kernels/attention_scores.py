@@ -1,7 +1,8 @@
 """Scores of attention: dot products of a tile's queries with the keys of one span."""
 
 from buddy_pipeline.compile.kernels import vector_math as vm
-from buddy_pipeline.compile.kernels.attention_cached import widened
+from buddy_pipeline.compile.kernels.attention_cached import key_scales, widened
+from buddy_pipeline.compile.kernels.attention_seen import Seen
 from buddy_pipeline.compile.kernels.attention_shape import (
     WEIGHTS_STRIDE,
     AttentionShape,
@@ -15,28 +16,18 @@ from buddy_pipeline.compile.target import Target
 #: row: of a large tile's rounds LLVM would load more keys at once than there are registers.
 _UNROLL = 4
 
-_QUERIES_ARGS = [
-    ("q", "!llvm.ptr"),
-    ("ldq", "i64"),
-    ("scale", "f32"),
-    ("softcap", "f32"),
-    ("to", "!llvm.ptr"),
-]
 _SCORES_ARGS = [
     ("queries", "!llvm.ptr"),
     ("keys", "!llvm.ptr"),
     ("first", "i64"),
     ("end", "i64"),
     ("last", "i64"),
+    ("window", "i64"),
     ("softcap", "f32"),
     ("slopes", "!llvm.ptr"),
     ("to", "!llvm.ptr"),
+    ("maxima", "!llvm.ptr"),
 ]
-
-
-def queries_args(values: list[str]) -> list[tuple[str, str]]:
-    """Arguments of a `queries` function with their types."""
-    return [(v, kind) for v, (_, kind) in zip(values, _QUERIES_ARGS, strict=True)]
 
 
 def scores_args(values: list[str]) -> list[tuple[str, str]]:
@@ -44,42 +35,15 @@ def scores_args(values: list[str]) -> list[tuple[str, str]]:
     return [(v, kind) for v, (_, kind) in zip(values, _SCORES_ARGS, strict=True)]
 
 
-def emit_queries(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    """`queries_NxH(q, ldq, scale, softcap, to)`: rows of q, `query_stride` apart, times what scores
-    are multiplied by: scale · log2 e, or scale / cap where a tanh comes first."""
-    lanes = target.lanes
-    with t.function(f"queries_{rows.name}", _QUERIES_ARGS, private=True):
-        if shape.softcap:
-            factor = t.binary("arith.divf", "%scale", "%softcap", "f32")
-        else:
-            factor = t.binary("arith.mulf", "%scale", t.constant(vm.LOG2_E, "f32"), "f32")
-        vector = f"vector<{lanes}xf32>"
-        factors = t.broadcast(factor, vector)
-        whole = shape.key // lanes * lanes
-        row = "%q"
-        for token in range(rows.tokens):
-            row = t.gep(row, "%ldq") if token else row
-            for head in range(rows.heads):
-                source = t.gep(row, head * shape.key)
-                to = t.gep("%to", (token * rows.heads + head) * shape.query_stride)
-                for d in range(0, whole, lanes):
-                    number = t.load(t.gep(source, d), vector)
-                    number = t.binary("arith.mulf", number, factors, vector)
-                    t.store(number, t.gep(to, d), vector)
-                for d in range(whole, shape.key):
-                    number = t.load(t.gep(source, d), "f32")
-                    number = t.binary("arith.mulf", number, factor, "f32")
-                    t.store(number, t.gep(to, d), "f32")
-        t.line("return")
-
-
 def emit_scores(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    """`scores_NxH(queries, keys, first, end, last, softcap, slopes, to)`: scores, in powers of two,
+    """`scores_NxH_CACHE(queries, keys, first, end, last, …, to, maxima)`: scores, in powers of two,
     of all rows with the positions first … end - 1 of a span, and some around them.
 
     `last` is the place of the first token, `to` has a row of WEIGHTS_STRIDE floats for each row.
+    What a token does not see has a score of -∞. `maxima` gets each row's greatest scores, lane by
+    lane, at least the lowest finite number: where all are -∞ their weights are then 0, not NaN.
     """
-    with t.function(f"scores_{rows.name}", _SCORES_ARGS, private=True):
+    with t.function(shape.part("scores", rows), _SCORES_ARGS, private=True):
         _Scores(t, target, shape, rows).write()
         t.line("return")
 
@@ -97,6 +61,9 @@ class _Scores:
         positions end in the first half of one, a tile of half the width."""
         t, vectors = self.t, self.target.panel_vectors
         one = t.constant(1)
+        least = t.op(f"arith.constant dense<0xFF7FFFFF> : {self.vector}")
+        for r in range(self.rows.count):
+            t.store(least, self._maximum(r), self.vector)
         wide, half = t.constant(vectors * self.lanes), t.constant(vectors // 2 * self.lanes)
         start = t.mul(t.binary("arith.divui", "%first", wide), wide)
         halves = t.binary("arith.ceildivui", "%end", half)
@@ -119,17 +86,33 @@ class _Scores:
         chains = [t.constant(0.0, self.vector)] * len(places)
         part = KV_SCALE_BLOCK if shape.is_int8 else shape.key
         for low in range(0, shape.key, part):
-            scales = self._key_scales(whole_block, inside, low // part, vectors)
+            scales = key_scales(t, self.target, shape, whole_block, inside, low // part, vectors)
             high = min(low + part, shape.key)
             unroll = max(1, _UNROLL // self.rows.count) if shape.element == "f32" else 1
             whole = low + (high - low) // unroll * unroll
             for begin, end, step in ((low, whole, unroll), (whole, high, 1)):
                 if begin < end:
                     chains = self._depths(keys, chains, scales, begin, end, step)
-        for (r, j), chain in zip(places, chains, strict=True):
-            score = self._finished(chain, r, start, j)
-            place = t.gep(t.gep("%to", start), r * WEIGHTS_STRIDE + j * self.lanes)
-            t.store(score, place, self.vector)
+        scores = [
+            self._finished(chain, r, start, j) for (r, j), chain in zip(places, chains, strict=True)
+        ]
+        seen = Seen(t, self.lanes, self.rows, "%last", "%window")
+        self._keep(start, vectors, seen.alone(scores, start, vectors))
+
+    def _keep(self, start: str, vectors: int, scores: list[str]) -> None:
+        """Stores a tile's scores, and what they make of the rows' maxima."""
+        t, vector = self.t, self.vector
+        to = t.gep("%to", start)
+        for r in range(self.rows.count):
+            most = t.load(self._maximum(r), vector)
+            for j, score in enumerate(scores[r * vectors : (r + 1) * vectors]):
+                t.store(score, t.gep(to, r * WEIGHTS_STRIDE + j * self.lanes), vector)
+                most = vm.maximum(t, score, most, vector)
+            t.store(most, self._maximum(r), vector)
+
+    def _maximum(self, row: int) -> str:
+        """Where a row's greatest scores are."""
+        return self.t.gep("%maxima", row * self.lanes)
 
     def _depths(
         self, keys: str, chains: list[str], scales: list[str | None], low: int, high: int, step: int
@@ -162,15 +145,6 @@ class _Scores:
                 chains = following
             depth.next = chains
         return depth.results
-
-    def _key_scales(self, block: str, inside: str, number: int, vectors: int) -> list[str | None]:
-        """The scales of 32 elements of a block of keys, a vector of positions each."""
-        if not self.shape.is_int8:
-            return [None] * vectors
-        t = self.t
-        first = t.gep(t.gep(block, self.shape.key * KV_BLOCK, "i8"), inside)
-        places = [number * KV_BLOCK + j * self.lanes for j in range(vectors)]
-        return [t.load(t.gep(first, place), self.vector) for place in places]
 
     def _finished(self, score: str, row: int, start: str, number: int) -> str:
         """A score in powers of two, from the product of query and key."""

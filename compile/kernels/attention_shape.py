@@ -1,6 +1,6 @@
 """What an attention kernel is made for: heads, cache type, and the query rows of its tiles."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from buddy_pipeline.compile.manifest import KV_SPAN, KvLayer
 from buddy_pipeline.compile.target import Target
@@ -28,6 +28,15 @@ class AttentionShape:
         cap = "_cap" if self.softcap else ""
         more = ("_sinks" if self.sinks else "") + ("_slopes" if self.slopes else "")
         return f"bp_attention_{self.cache}_k{self.key}_v{self.value}_g{self.group}{cap}{more}"
+
+    @property
+    def widened(self) -> "AttentionShape":
+        """The same for a cache of f32."""
+        return replace(self, cache="f32")
+
+    def part(self, kind: str, rows: "Rows") -> str:
+        """The symbol of a function that reads cached elements for some rows."""
+        return f"{kind}_{rows.name}_{self.cache}"
 
     @property
     def layer(self) -> KvLayer:
@@ -83,12 +92,36 @@ def token_parts(target: Target, shape: AttentionShape) -> list[Rows]:
     return [Rows(1, min(most, shape.group - start)) for start in range(0, shape.group, most)]
 
 
-def rows_of(target: Target, shape: AttentionShape) -> list[Rows]:
-    """The different tiles that a kernel is made of: those of one token, and as many neighbouring
-    tokens as fit the registers."""
-    single = dict.fromkeys(token_parts(target, shape))
-    together = _most_rows(target, shape) // shape.group
-    return [*single] if together < 2 else [*single, Rows(together, shape.group)]
+#: Tiles from which on a run widens each span first: that costs what three or four of them gain.
+_WIDEN_FROM = 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """How runs of neighbouring tokens are computed that are at least `fewest` tiles long: in tiles
+    of `rows`, which read a cache as `reads` has it. Where it is of another type, it is widened."""
+
+    rows: Rows
+    reads: AttentionShape
+    fewest: int
+
+    @property
+    def name(self) -> str:
+        """The symbol of its function."""
+        return f"run_{self.rows.name}_{self.reads.cache}"
+
+
+def runs_of(target: Target, shape: AttentionShape) -> list[Run]:
+    """The runs that a kernel computes together, the longest first, in tiles of as many tokens as
+    fit the registers beside f32."""
+    wide = shape.widened
+    rows = Rows(_most_rows(target, wide) // shape.group, shape.group)
+    runs = []
+    if rows.tokens and shape != wide:
+        runs.append(Run(rows, wide, _WIDEN_FROM))
+    if rows.tokens > 1 and rows.count <= _most_rows(target, shape):
+        runs.append(Run(rows, shape, 1))
+    return runs
 
 
 def _most_rows(target: Target, shape: AttentionShape) -> int:

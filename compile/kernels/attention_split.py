@@ -3,14 +3,14 @@
 from buddy_pipeline.compile.kernels.attention_ends import finish_args
 from buddy_pipeline.compile.kernels.attention_place import PART_ARGS, from_head, place_of
 from buddy_pipeline.compile.kernels.attention_positions import first_position
-from buddy_pipeline.compile.kernels.attention_scores import queries_args
+from buddy_pipeline.compile.kernels.attention_queries import queries_args
 from buddy_pipeline.compile.kernels.attention_shape import (
     AttentionShape,
     Rows,
     partial_bytes,
     state_bytes,
 )
-from buddy_pipeline.compile.kernels.attention_span import span_args
+from buddy_pipeline.compile.kernels.attention_span import cached_span, span_args
 from buddy_pipeline.compile.kernels.step import barrier, step_word
 from buddy_pipeline.compile.manifest import KV_SPAN, StepWord
 from buddy_pipeline.compile.mlir_text import Text
@@ -53,9 +53,20 @@ def emit_split(t: Text, target: Target, shape: AttentionShape, single: list[Rows
                     copied = [here.q, "%ldq", "%scale", "%softcap", "%scratch"]
                     t.call(f"queries_{rows.name}", queries_args(copied))
                     weights = t.gep("%scratch", rows.count * shape.query_stride)
-                    values = ["%scratch", at.keys, at.values, t.mul(number, span), at.last]
-                    values += ["%window", "%softcap", here.slopes, state, weights]
-                    t.call(f"span_{rows.name}", span_args(values))
+                    low = t.mul(number, span)
+                    cached = cached_span(t, shape, at.keys, at.values, low)
+                    values = [
+                        "%scratch",
+                        *cached,
+                        low,
+                        at.last,
+                        "%window",
+                        "%softcap",
+                        here.slopes,
+                        state,
+                        weights,
+                    ]
+                    t.call(shape.part("span", rows), span_args(values))
                     state = t.gep(state, state_bytes(target, shape, rows.count), "i8")
                     start += rows.heads
         barrier(t)

@@ -1,150 +1,111 @@
-"""Attention of many tokens: the team shares tiles of neighbouring tokens × query heads, each of
-which walks its spans alone."""
+"""Attention of many tokens: how the team shares them out, and which of them go together."""
 
-from buddy_pipeline.compile.kernels.attention_ends import finish_args
-from buddy_pipeline.compile.kernels.attention_place import (
-    PART_ARGS,
-    Place,
-    from_head,
-    place_of,
-)
+import functools
+
+from buddy_pipeline.compile.kernels.attention_place import PART_ARGS
 from buddy_pipeline.compile.kernels.attention_positions import first_position
-from buddy_pipeline.compile.kernels.attention_scores import queries_args
-from buddy_pipeline.compile.kernels.attention_shape import AttentionShape, Rows, state_bytes
-from buddy_pipeline.compile.kernels.attention_span import span_args
-from buddy_pipeline.compile.kernels.step import step_word
+from buddy_pipeline.compile.kernels.attention_run import RUN_TILES, run_args
+from buddy_pipeline.compile.kernels.attention_shape import Run
+from buddy_pipeline.compile.kernels.attention_token import token_args
+from buddy_pipeline.compile.kernels.step import step_word, thread_share
 from buddy_pipeline.compile.manifest import KV_SPAN, StepWord
 from buddy_pipeline.compile.mlir_text import Text
-from buddy_pipeline.compile.target import Target
-
-_TILE_ARGS = [
-    ("q", "!llvm.ptr"),
-    ("ldq", "i64"),
-    ("keys", "!llvm.ptr"),
-    ("values", "!llvm.ptr"),
-    ("out", "!llvm.ptr"),
-    ("ldo", "i64"),
-    ("last", "i64"),
-    ("window", "i64"),
-    ("scale", "f32"),
-    ("softcap", "f32"),
-    ("sinks", "!llvm.ptr"),
-    ("slopes", "!llvm.ptr"),
-    ("scratch", "!llvm.ptr"),
-]
 
 
-def emit_tile(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    """`tile_NxH(…)`: N neighbouring tokens × H query heads of one KV head, span after span."""
-    with t.function(f"tile_{rows.name}", _TILE_ARGS, private=True):
-        span = t.constant(KV_SPAN)
-        size = state_bytes(target, shape, rows.count)
-        state, part = "%scratch", t.gep("%scratch", size, "i8")
-        queries = t.gep("%scratch", 2 * size, "i8")
-        weights = t.gep(queries, rows.count * shape.query_stride)
-        first = first_position(t, "%last", "%window")
-        low = t.mul(t.binary("arith.divui", first, span), span)
-        end = t.add("%last", t.constant(rows.tokens))
+def emit_units(t: Text, runs: list[Run]) -> None:
+    """`units(…)`: shares (token, KV head) out, head by head, so that a head's keys and values stay
+    in the cache. Neighbours in one slot are computed as `runs`, all else alone.
 
-        def compute(start: str, to: str) -> None:
-            values = [queries, "%keys", "%values", start, "%last", "%window"]
-            values += ["%softcap", "%slopes", to, weights]
-            t.call(f"span_{rows.name}", span_args(values))
-
-        copied = ["%q", "%ldq", "%scale", "%softcap", queries]
-        t.call(f"queries_{rows.name}", queries_args(copied))
-        compute(low, state)
-        with t.loop(t.add(low, span), end, span) as later:
-            compute(later.index, part)
-            t.call(f"merge_{rows.count}", [(state, "!llvm.ptr"), (part, "!llvm.ptr")])
-        t.call(f"finish_{rows.name}", finish_args([state, "%out", "%ldo", "%sinks"]))
-        t.line("return")
-
-
-_TOKEN_ARGS = [("token", "i64"), ("head", "i64"), *PART_ARGS]
-
-
-def emit_token(t: Text, shape: AttentionShape, single: list[Rows]) -> None:
-    """`one_token(token, head, …)`: all query heads of one token and KV head."""
-    with t.function("one_token", _TOKEN_ARGS, private=True):
-        at = place_of(t, shape, "%token", "%head")
-        start = 0
-        for rows in single:
-            _call_tile(t, rows, from_head(t, shape, at, start))
-            start += rows.heads
-        t.line("return")
-
-
-def _call_tile(t: Text, rows: Rows, at: Place) -> None:
-    values = [at.q, "%ldq", at.keys, at.values, at.out, "%ldo", at.last]
-    values += ["%window", "%scale", "%softcap", at.sinks, at.slopes, "%scratch"]
-    kinds = [kind for _, kind in _TILE_ARGS]
-    t.call(f"tile_{rows.name}", list(zip(values, kinds, strict=True)))
-
-
-def emit_units(t: Text, shape: AttentionShape, together: int) -> None:
-    """`units(…)`: deals (group of neighbouring tokens, KV head) units round the team, head by head,
-    so that a head's keys and values stay in the cache.
-
-    Later tokens have more to read: dealing round keeps the team level. Neighbours go through one
-    tile when they are one run of one slot that starts and ends in the same spans.
+    Later tokens have more to read: of a head's tokens in blocks, two for each thread of the team, a
+    thread gets one from the front and the same from the back, with the next head the next pair.
     """
-    rows = Rows(together, shape.group)
     with t.function("units", PART_ARGS, private=True):
-        one, width = t.constant(1), t.constant(together)
+        zero, one, two = t.constant(0), t.constant(1), t.constant(2)
         tokens, team = step_word(t, StepWord.TOKENS), step_word(t, StepWord.TEAM)
-        groups = t.binary("arith.ceildivui", tokens, width)
-        units = t.mul(groups, "%kv_heads")
-        with t.loop("%tid", units, team) as unit:
-            group = t.binary("arith.remui", unit.index, groups)
-            head = t.binary("arith.divui", unit.index, groups)
-            first = t.mul(group, width)
-            end = t.binary("arith.minui", t.add(first, width), tokens)
-
-            def single(first: str = first, end: str = end, head: str = head) -> list[str]:
-                with t.loop(first, end, one) as token:
-                    values = [token.index, head, *[f"%{n}" for n, _ in PART_ARGS]]
-                    kinds = [kind for _, kind in _TOKEN_ARGS]
-                    t.call("one_token", list(zip(values, kinds, strict=True)))
-                return []
-
-            def joint(first: str = first, head: str = head) -> list[str]:
-                at = place_of(t, shape, first, head)
-                _call_tile(t, rows, at)
-                return []
-
-            if together == 1:
-                single()
-            else:
-                t.choose(_is_run(t, first, end, together), joint, single, [])
+        together = t.constant(runs[0].rows.tokens if runs else 1)
+        tiles, blocks = t.binary("arith.ceildivui", tokens, together), t.mul(team, two)
+        with t.loop(zero, "%kv_heads", one) as head:
+            front = t.binary("arith.remui", t.add("%tid", head.index), team)
+            back = t.binary("arith.subi", t.binary("arith.subi", blocks, one), front)
+            # Two rounds: the step leads from the one block to the other.
+            apart = t.binary("arith.subi", back, front)
+            with t.loop(front, t.add(back, one), apart) as block:
+                low, high = thread_share(t, tiles, block.index, blocks)
+                end = t.binary("arith.minui", t.mul(high, together), tokens)
+                _unit(t, t.mul(low, together), end, head.index, runs)
         t.line("return")
 
 
-def _is_run(t: Text, first: str, end: str, together: int) -> str:
-    """Whether tokens first … first + together - 1 exist, are neighbours in one slot, and their
-    attention begins in one span and ends in one."""
+def _unit(t: Text, first: str, end: str, head: str, runs: list[Run]) -> None:
+    """Tokens first … end - 1, as many as can be in runs."""
+    one = t.constant(1)
+    with t.loop(first, end, one, [(first, "i64")]) as token:
+        done = token.carried[0]
+
+        def alone() -> list[str]:
+            t.call("one_token", token_args(token.index, head))
+            return [t.add(token.index, one)]
+
+        def longest(tiles: str, runs: list[Run]) -> list[str]:
+            """The first of `runs` that is not too long for so many tiles."""
+            if not runs:
+                return alone()
+            run, *shorter = runs
+
+            def together() -> list[str]:
+                t.call(run.name, run_args(token.index, tiles, head))
+                return [t.add(token.index, t.mul(tiles, t.constant(run.rows.tokens)))]
+
+            enough = t.compare("uge", tiles, t.constant(run.fewest))
+            return t.choose(enough, together, lambda: longest(tiles, shorter), ["i64"])
+
+        def begin() -> list[str]:
+            if not runs:
+                return alone()
+            return longest(_tiles(t, token.index, end, runs[0].rows.tokens), runs)
+
+        here = t.compare("eq", token.index, done)
+        token.next = t.choose(here, begin, lambda: [done], ["i64"])
+
+
+def _tiles(t: Text, first: str, end: str, together: int) -> str:
+    """How many tiles of `together` tokens from `first` on, before `end`, are a run of one slot in
+    which the tokens of a tile share their spans; at most RUN_TILES."""
+    true, zero, width = t.op("arith.constant true"), t.constant(0), t.constant(together)
+    most = t.add(first, t.constant(RUN_TILES * together))
+    until = t.binary("arith.minui", end, most)
+    until = t.binary("arith.subi", until, t.constant(together - 1))
+    with t.loop(first, until, width, [(zero, "i64"), (true, "i1")]) as tile:
+        count, going = tile.carried
+
+        def checks() -> list[str]:
+            return [_is_tile(t, first, tile.index, together)]
+
+        going = t.choose(going, checks, lambda: [going], ["i1"])[0]
+        one = t.op(f"arith.extui {going} : i1 to i64")
+        tile.next = [t.add(count, one), going]
+    return tile.results[0]
+
+
+def _is_tile(t: Text, first: str, start: str, together: int) -> str:
+    """Whether the `together` tokens from `start` on are neighbours in the slot of token `first`, as
+    far behind it as they are in the step, and see the same spans."""
     positions = step_word(t, StepWord.POSITIONS, "!llvm.ptr")
     slots = step_word(t, StepWord.SLOTS, "!llvm.ptr")
-    enough = t.compare("eq", t.binary("arith.subi", end, first), t.constant(together))
-
-    def checks() -> list[str]:
-        start = t.load(t.gep(positions, first, "i64"), "i64", 8)
-        slot = t.load(t.gep(slots, first, "i64"), "i64", 8)
-        same = t.op("arith.constant true")
-        for offset in range(1, together):
-            token = t.add(first, t.constant(offset))
-            position = t.load(t.gep(positions, token, "i64"), "i64", 8)
-            expected = t.add(start, t.constant(offset))
-            for equal in (
-                t.compare("eq", position, expected),
-                t.compare("eq", t.load(t.gep(slots, token, "i64"), "i64", 8), slot),
-            ):
-                same = t.binary("arith.andi", same, equal, "i1")
-        last = t.add(start, t.constant(together - 1))
-        begins = [first_position(t, p, "%window") for p in (start, last)]
-        for pair in (begins, [start, last]):
-            parts = [t.binary("arith.divui", p, t.constant(KV_SPAN)) for p in pair]
-            same = t.binary("arith.andi", same, t.compare("eq", *parts), "i1")
-        return [same]
-
-    return t.choose(enough, checks, lambda: [t.op("arith.constant false")], ["i1"])[0]
+    slot = t.load(t.gep(slots, first, "i64"), "i64", 8)
+    begin = t.load(t.gep(positions, first, "i64"), "i64", 8)
+    begin = t.add(begin, t.binary("arith.subi", start, first))
+    conditions = []
+    for offset in range(together):
+        token = t.add(start, t.constant(offset))
+        position = t.load(t.gep(positions, token, "i64"), "i64", 8)
+        conditions.append(t.compare("eq", position, t.add(begin, t.constant(offset))))
+        conditions.append(t.compare("eq", t.load(t.gep(slots, token, "i64"), "i64", 8), slot))
+    final = t.add(begin, t.constant(together - 1))
+    firsts = [first_position(t, position, "%window") for position in (begin, final)]
+    for pair in (firsts, [begin, final]):
+        spans = [t.binary("arith.divui", position, t.constant(KV_SPAN)) for position in pair]
+        conditions.append(t.compare("eq", *spans))
+    return functools.reduce(
+        lambda left, right: t.binary("arith.andi", left, right, "i1"), conditions
+    )

@@ -1,12 +1,11 @@
 """The last step of attention over one span: sums of values by weight."""
 
-from buddy_pipeline.compile.kernels.attention_cached import widened
+from buddy_pipeline.compile.kernels.attention_cached import value_scales, widened
 from buddy_pipeline.compile.kernels.attention_shape import (
     WEIGHTS_STRIDE,
     AttentionShape,
     Rows,
 )
-from buddy_pipeline.compile.manifest import KV_SCALE_BLOCK
 from buddy_pipeline.compile.mlir_text import CACHE_LINE, Text
 from buddy_pipeline.compile.target import Target
 
@@ -30,13 +29,13 @@ def values_args(values: list[str]) -> list[tuple[str, str]]:
 
 
 def emit_values(t: Text, target: Target, shape: AttentionShape, rows: Rows) -> None:
-    """`values_NxH(weights, values, low, high, own, to)`: weights · values over the places
+    """`values_NxH_CACHE(weights, values, low, high, own, to)`: weights · values over the places
     low … high - 1 of a span; with `own`, token i also sees the i places from `high` on.
 
     One chain over positions for each row and element, in registers for some columns at a time.
     What a token must not see cannot reach it, not even as a NaN times 0.
     """
-    with t.function(f"values_{rows.name}", _VALUES_ARGS, private=True):
+    with t.function(shape.part("values", rows), _VALUES_ARGS, private=True):
         _Values(t, target, shape, rows).write()
         t.line("return")
 
@@ -108,7 +107,7 @@ class _Values:
         t, shape, vector = self.t, self.shape, self.vector
         row = t.gep("%values", t.mul(place, t.constant(shape.layer.value_elements)), shape.element)
         at = t.gep(row, column, shape.element)
-        scales = self._scales(row, column, width)
+        scales = value_scales(t, self.target, shape, row, column, width)
         loaded = [
             widened(t, self.target, shape, t.gep(at, j * self.lanes, shape.element), scales[j])
             for j in range(width)
@@ -121,16 +120,3 @@ class _Values:
             for j in range(width):
                 following.append(t.fma(weight, loaded[j], chains[r * width + j], vector))
         return following
-
-    def _scales(self, row: str, column: str, width: int) -> list[str | None]:
-        """For each vector of a value: its scale in all lanes."""
-        if not self.shape.is_int8:
-            return [None] * width
-        t = self.t
-        first = t.gep(row, self.shape.value_stride, "i8")
-        scales: list[str | None] = []
-        for j in range(width):
-            element = t.add(column, t.constant(j * self.lanes))
-            number = t.binary("arith.divui", element, t.constant(KV_SCALE_BLOCK))
-            scales.append(t.broadcast(t.load(t.gep(first, number), "f32"), self.vector))
-        return scales

@@ -187,9 +187,12 @@ def test_chunks_and_teams_change_no_bit(target: Target, shape: AttentionShape, w
 
 @on_each_target
 @pytest.mark.parametrize("window", [0, 100, 300])
-def test_a_long_cache_split_among_threads_changes_no_bit(target: Target, window: int) -> None:
+@pytest.mark.parametrize("cache", ["f32", "bf16", "int8"])
+def test_a_long_cache_split_among_threads_changes_no_bit(
+    target: Target, cache: str, window: int
+) -> None:
     """Positions on both sides of where spans begin."""
-    shape = AttentionShape(13, 13, 5, False, "f32")
+    shape = AttentionShape(13, 13, 5, False, cache)
     sequence = Sequence(shape, 2, 600)
     whole = Attending(target, shape, kv_heads=2, window=window, context=600)
     prefilled = whole.step(*sequence.part(slice(None)), range(600))
