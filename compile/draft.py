@@ -35,8 +35,8 @@ class Gather:
 class Linear:
     """out = x · Wᵀ (+ bias) for one or several packed matrices side by side.
 
-    With an epilogue, panels of its `parts` take turns, and rows of the epilogue's inputs that lie
-    in `out` begin with the first panel of a part.
+    With an epilogue, panels of several parts take `turns`, and rows of its inputs that lie in `out`
+    begin with the first panel of a part.
     """
 
     x: Row
@@ -46,7 +46,7 @@ class Linear:
     depth: int
     panels: int
     form: str
-    parts: int = 1
+    turns: int = 1
     epilogue: "IslandCall | None" = None
 
 

@@ -57,10 +57,10 @@ def as_epilogue(
     That nothing else reads the linears' values is for the caller to know.
     """
     parts = _parts(island, linears, panel, model)
-    if not parts:
+    nodes = tuple(name for name in island.nodes if _is_pointwise(model.fx[name]))
+    if not parts or not nodes or parts.keys() & set(island.outputs):
         return None
     width = fx_nodes.value_of(model.fx[next(iter(parts))]).numel()
-    nodes = tuple(name for name in island.nodes if _is_pointwise(model.fx[name]))
     inputs = (*parts, *(name for name in island.inputs if name not in linears))
 
     def is_row(name: str) -> bool:

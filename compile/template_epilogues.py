@@ -24,7 +24,7 @@ def emit_epilogue(t: Text, item: Linear, name: str, number: int, target: Target)
                 return bases[argument]
             if argument.word == item.out.word:
                 row = t.gep("%outputs", t.mul(token, "%ldo"))
-                width = t.constant(item.parts * target.panel)
+                width = t.constant(item.turns * target.panel)
             else:
                 line = t.mul(t.add("%row", token), t.constant(argument.stride))
                 row = t.gep(t.gep(bases[argument.word], line), t.mul("%group", panel))

@@ -166,7 +166,7 @@ class _Writer:
             self.count,
             t.constant(item.depth),
             t.constant(item.panels),
-            t.constant(item.parts),
+            t.constant(item.turns),
             self._epilogue(item),
             "%args",
             "%tid",

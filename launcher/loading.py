@@ -11,7 +11,7 @@ from buddy_pipeline.compile.loader import Library
 from buddy_pipeline.compile.manifest import PartitionPlan, Plan, runs_unit
 from buddy_pipeline.compile.object_builder import ObjectBuilder
 from buddy_pipeline.compile.service import build_ahead
-from buddy_pipeline.compile.target import host_target
+from buddy_pipeline.compile.target import Target, host_target
 from buddy_pipeline.launcher.building import build_objects, default_jobs, plan_model
 from buddy_pipeline.launcher.model import Model
 from buddy_pipeline.partition.errors import UserError
@@ -53,8 +53,9 @@ def load_stage(
     cache: Cache,
     show: bool,
     check: Callable[[Plan], None] = lambda plan: None,
+    target: Target | None = None,
 ) -> LoadedStage:
-    """The stage with `layers` on this rank, compiled for this CPU.
+    """The stage with `layers` on this rank, compiled for `target` or else this CPU.
 
     threads: of the team; None takes the model's default, else one for each core of this rank.
     show: whether progress of compiling goes to standard error.
@@ -63,7 +64,7 @@ def load_stage(
     Sets the process up for its threads, so a process loads one team size. Raises UserError for
     weights that do not fit the model and for what cannot be compiled.
     """
-    role, target = block_role(world.rank, world.world), host_target()
+    role, target = block_role(world.rank, world.world), target or host_target()
     jobs = max(1, default_jobs() // world.local_size)
     with ObjectBuilder(target, cache, jobs) as builder:
         ahead = build_ahead(builder, lambda unit: runs_unit(unit, layers, role))
@@ -96,11 +97,18 @@ def load_stage(
 
 @contextmanager
 def open_engine(
-    model: Model, threads: int | None, sizes: StepSizes, cache: Cache, show: bool = False
+    model: Model,
+    threads: int | None,
+    sizes: StepSizes,
+    cache: Cache,
+    show: bool = False,
+    target: Target | None = None,
 ) -> Iterator[tuple[Playback, LoadedStage]]:
     """The whole model in this process, without MPI; arguments and errors as in `load_stage`."""
-    world = join_world({})
-    loaded = load_stage(model, world, range(model.layers), threads, sizes, cache, show)
+    layers = range(model.layers)
+    loaded = load_stage(
+        model, join_world({}), layers, threads, sizes, cache, show=show, target=target
+    )
     bounds = Bounds(model.context, sizes.slots, loaded.plan.vocab_size)
     yield Playback(loaded.stage, bounds, tokens=sizes.tokens, rows=sizes.rows), loaded
 

@@ -13,6 +13,7 @@ import numpy as np
 
 from buddy_pipeline.compile.cache import Cache
 from buddy_pipeline.compile.granularity import Granularity, Sharing
+from buddy_pipeline.compile.target import Target
 from buddy_pipeline.launcher.loading import StepSizes, open_engine
 from buddy_pipeline.launcher.model import Model
 from buddy_pipeline.partition.counted import counted
@@ -72,13 +73,15 @@ def compare(model: Model, prompts: Mapping[str, Sequence[int]], cache: Cache) ->
     code's own greedy ones. Exact between partitioned and whole graph, within the variant's
     tolerance of transformers.
 
-    The partitioned code and its weights are those that were built, if the model comes from there.
+    The partitioned code and its weights are those that were built, if the model comes from there;
+    the whole graph is then compiled for the same CPU, as others add in another order.
     """
     tokens: dict[str, list[int]] = {}
     partitioned = _run(model, prompts, tokens, cache)
     whole_graph = Granularity("coarse", Sharing.KERNELS)
     made_anew = replace(model, granularity=whole_graph, prebuilt=None)
-    whole = _run(made_anew, prompts, tokens, cache)
+    target = None if model.prebuilt is None else Target(**model.prebuilt.plan.target)
+    whole = _run(made_anew, prompts, tokens, cache, target)
     reference = _reference(model, prompts, tokens)
     tolerance = _TOLERANCE.get(model.variant, 1e-1)
     reports, ok = [], True
@@ -97,6 +100,7 @@ def _run(
     prompts: Mapping[str, Sequence[int]],
     tokens: dict[str, list[int]],
     cache: Cache,
+    target: Target | None = None,
 ) -> Logits:
     """Our logits; `tokens` are followed, and filled in where a prompt has none yet."""
     longest = max(len(ids) for ids in prompts.values()) + STEPS
@@ -107,7 +111,8 @@ def _run(
         )
     small = replace(model, context=longest)
     found: Logits = {}
-    with open_engine(small, None, StepSizes(tokens=64, rows=64, slots=1), cache) as (engine, _):
+    sizes = StepSizes(tokens=64, rows=64, slots=1)
+    with open_engine(small, None, sizes, cache, target=target) as (engine, _):
         for prompt, ids in prompts.items():
             given = np.array(ids, np.int64)
             prefill = np.concatenate([rows.copy() for rows in engine.score(0, given)])

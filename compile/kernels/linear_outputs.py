@@ -1,7 +1,8 @@
 """Where a linear's outputs go, and the epilogue that works on them when they are finished.
 
-A thread works on whole groups of panels, as many as the epilogue needs together (those of gate and
-up), and calls it on each group, or on all of them at once where there are few tokens.
+Where panels of several parts take turns (those of gate and up), a thread works on whole groups of
+them, one panel of each part. It calls the epilogue on each group, or on all of them at once where
+there are few tokens.
 """
 
 from buddy_pipeline.compile.formats.base import WeightFormat
@@ -39,9 +40,9 @@ class LinearOutputs(LinearParts):
     def share(self, blocks: str) -> tuple[str, str]:
         """This thread's range of the panels of `blocks` blocks of tokens, in whole groups."""
         t = self.t
-        groups = t.mul(blocks, t.binary("arith.divui", "%panels", "%group"))
+        groups = t.mul(blocks, t.binary("arith.divui", "%panels", "%turns"))
         low, high = thread_share(t, groups, "%tid", "%team")
-        return t.mul(low, "%group"), t.mul(high, "%group")
+        return t.mul(low, "%turns"), t.mul(high, "%turns")
 
     def outputs(self, at_once: str, out: str, near: str) -> tuple[str, str, str]:
         """Where outputs go: address, row stride, and panels after which they are there again.
@@ -52,14 +53,14 @@ class LinearOutputs(LinearParts):
         the time).
         """
         t = self.t
-        fits = t.compare("ule", "%group", t.constant(NEAR_PANELS))
+        fits = t.compare("ule", "%turns", t.constant(NEAR_PANELS))
         for condition in (t.is_set("%epilogue"), at_once):
             fits = t.binary("arith.andi", fits, condition, "i1")
-        stride = t.mul("%group", t.constant(self.target.panel))
+        stride = t.mul("%turns", t.constant(self.target.panel))
         return (
             t.select(fits, near, out, "!llvm.ptr"),
             t.select(fits, stride, "%ldo", "i64"),
-            t.select(fits, "%group", "%panels", "i64"),
+            t.select(fits, "%turns", "%panels", "i64"),
         )
 
     def column(self, out: str, panel: str, around: str) -> str:
@@ -73,8 +74,8 @@ class LinearOutputs(LinearParts):
         `rows` tokens from `row` on, whose first output is at `outputs`."""
         t = self.t
         with t.when(t.is_set("%epilogue")):
-            group = t.binary("arith.divui", low, "%group")
-            groups = t.binary("arith.divui", t.binary("arith.subi", high, low), "%group")
+            group = t.binary("arith.divui", low, "%turns")
+            groups = t.binary("arith.divui", t.binary("arith.subi", high, low), "%turns")
             values = ["%context", outputs, ldo, row, rows, group, groups]
             kinds = ", ".join(kind for _, kind in EPILOGUE_SIGNATURE)
             t.line(f"llvm.call %epilogue({', '.join(values)}) : !llvm.ptr, ({kinds}) -> ()")
@@ -83,7 +84,7 @@ class LinearOutputs(LinearParts):
         """The same for the group that ends with `panel`, if one does; %outputs are the panel's."""
         t = self.t
         high = t.add(panel, t.constant(1))
-        with t.when(t.compare("eq", t.op(f"arith.remui {high}, %group : i64"), t.constant(0))):
-            before = t.binary("arith.subi", t.constant(1), "%group")
+        with t.when(t.compare("eq", t.op(f"arith.remui {high}, %turns : i64"), t.constant(0))):
+            before = t.binary("arith.subi", t.constant(1), "%turns")
             first = t.gep(outputs, t.mul(before, t.constant(self.target.panel)))
             self.finish(first, ldo, row, rows, t.add(panel, before), high)

@@ -21,8 +21,8 @@ from buddy_pipeline.compile.target import Target
 BLOCK_TILES = 9
 
 #: Argument names and types of the kernel: activations and their row stride (elements), output and
-#: its row stride, packed weights, bias or null, sizes, panels that the epilogue needs together, the
-#: epilogue or null and what it is given first, thread id and team size, thread scratch.
+#: its row stride, packed weights, bias or null, sizes, parts whose panels take turns, the epilogue
+#: or null and what it is given first, thread id and team size, thread scratch.
 SIGNATURE = [
     ("x", "!llvm.ptr"),
     ("ldx", "i64"),
@@ -33,7 +33,7 @@ SIGNATURE = [
     ("tokens", "i64"),
     ("depth", "i64"),
     ("panels", "i64"),
-    ("group", "i64"),
+    ("turns", "i64"),
     ("epilogue", "!llvm.ptr"),
     ("context", "!llvm.ptr"),
     ("tid", "i64"),

@@ -109,7 +109,7 @@ class MatrixLinear(MatrixPanels):
                         high,
                         row_low,
                         around,
-                        "%group",
+                        "%turns",
                         "%epilogue",
                         "%context",
                         "%scratch",

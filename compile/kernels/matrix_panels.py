@@ -22,7 +22,7 @@ CONFIGS = ("whole", "rest")
 #: Panels at once for the tokens of one tile: two streams from memory.
 _FEW_PANELS = 2
 #: Most k of a cache block: its weights, and what passes by of outputs, stay in the first cache of
-#: every CPU with AMX, 48 KiB.
+#: every CPU with AMX, 48 KiB (weights from memory, 256 tokens: 288 k 1,142 GFLOP/s, 576 1,214).
 _MOST_DEPTH = 576
 PANELS_ARGS = [
     ("out", "!llvm.ptr"),
@@ -37,7 +37,7 @@ PANELS_ARGS = [
     ("high", "i64"),
     ("row", "i64"),
     ("around", "i64"),
-    ("group", "i64"),
+    ("turns", "i64"),
     ("epilogue", "!llvm.ptr"),
     ("context", "!llvm.ptr"),
     ("scratch", "!llvm.ptr"),

@@ -2,6 +2,7 @@
 only when nobody needs them."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -17,8 +18,9 @@ from buddy_pipeline.compile.draft import (
     Row,
     TopK,
 )
-from buddy_pipeline.compile.drafting import Drafted
+from buddy_pipeline.compile.drafting import Drafted, Drafter
 from buddy_pipeline.compile.target import Target, named_target
+from buddy_pipeline.compile.variant import VARIANTS
 from buddy_pipeline.partition.fragments import cut, resolve
 from buddy_pipeline.partition.graph import NodeKind, Partition
 from tests.checkpoints import FAMILIES, MIXTURES
@@ -80,9 +82,32 @@ def test_halves_of_one_matrix_are_joined_where_they_end_with_a_panel(
     drafted = phi.drafts(TARGETS[0])["layer1"]
     linears = [item for item in drafted.draft.items if isinstance(item, Linear)]
     assert [item.epilogue is not None for item in linears] == [False, False, joined, True]
-    assert linears[2].parts == 1 + joined
+    assert linears[2].turns == 1 + joined
     weights = [p for p in drafted.bound.parameters if "gate_up" in p.parts[0].weight[0]]
     assert [p.turns for p in weights] == [1 + joined]
+
+
+def test_parts_of_a_matrix_that_others_read_are_no_epilogue() -> None:
+    """GPT-2's query, key and value: attention reads them, whole panels or not."""
+    gpt = Model("gpt2", n_embd=96, n_inner=32)
+    (first, *_) = (
+        item for item in gpt.drafts(TARGETS[0])["layer1"].draft.items if isinstance(item, Linear)
+    )
+    assert first.epilogue is None and first.turns == 1
+
+
+def test_a_part_that_leaves_its_partition_is_written() -> None:
+    """A split of the user's own may end between the parts of a matrix and who reads them."""
+    gpt = Model("gpt2", n_embd=96, n_inner=32)
+    (layer,) = (p for p in gpt.partitions if p.name == "layer1")
+    end = max(n for n, name in enumerate(layer.nodes) if name.startswith("getitem")) + 1
+    piece = replace(layer, nodes=layer.nodes[:end])
+    drafter = Drafter(gpt.exported, gpt.table, TARGETS[0], VARIANTS["f32"])
+    drafted = drafter.draft(piece)
+    outputs = range(len(drafted.bound.inputs), len(drafted.bound.passed))
+    assert len(outputs) == 3
+    written = {row.word for item in single_steps(drafted.draft) for row in writes(item)}
+    assert written.issuperset(outputs)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from buddy_pipeline.compile.build_directory import BuildDirectory
+from buddy_pipeline.compile.host_features import host_features
 from buddy_pipeline.ranks.weight_manifest import (
     MANIFEST,
     read_weights_manifest,
@@ -177,6 +178,18 @@ def test_the_numbers_are_those_of_the_directorys_code_and_weights(
     assert report["weights"]["ok"] and not report["numeric"]["ok"] and not report["ok"]
     (prompt,) = report["numeric"]["prompts"]
     assert not prompt["whole_graph"]["prefill"]["identical"]
+
+
+@pytest.mark.skipif(not host_features().get("avx2"), reason="no AVX2")
+def test_code_for_another_cpu_is_compared_with_a_whole_graph_for_it(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Which adds in that CPU's order, not in this one's."""
+    assert project.gen_config("--target-cpu", "x86-64-v3", "--variant", "bf16") == 0
+    assert project.import_model() == 0 and project.compile("-j", 2) == 0
+    report = verified(project, capsys, "--numeric", "--prompt", "Hi there")
+    assert report["numeric"]["prompts"][0]["whole_graph"]["prefill"]["identical"]
+    assert report["ok"]
 
 
 @pytest.mark.parametrize(
