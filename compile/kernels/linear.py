@@ -25,7 +25,12 @@ from buddy_pipeline.compile.kernels.linear_parts import (
     ceil_div,
     linear_name,
 )
-from buddy_pipeline.compile.kernels.linear_tile import LinearTile, call_tile, sizes_of_several
+from buddy_pipeline.compile.kernels.linear_tile import (
+    BLOCK_ARGS,
+    LinearTile,
+    call_tile,
+    sizes_of_several,
+)
 from buddy_pipeline.compile.kernels.matrix_linear import MatrixLinear, matrix_scratch_bytes
 from buddy_pipeline.compile.kernels.step import thread_share
 from buddy_pipeline.compile.mlir_text import Text
@@ -59,8 +64,6 @@ _RANGE_ARGS = [
     ("low", "i64"),
     ("high", "i64"),
 ]
-
-
 _COPY_ARGS = [
     ("x", "!llvm.ptr"),
     ("ldx", "i64"),
@@ -68,19 +71,7 @@ _COPY_ARGS = [
     ("rows", "i64"),
     ("depth", "i64"),
 ]
-_PANEL_ARGS = [
-    ("a", "!llvm.ptr"),
-    ("w", "!llvm.ptr"),
-    ("c", "!llvm.ptr"),
-    ("ldc", "i64"),
-    ("depth", "i64"),
-    ("bias", "!llvm.ptr"),
-    ("scales", "!llvm.ptr"),
-    ("first", "i1"),
-    ("last", "i1"),
-    ("following", "!llvm.ptr"),
-    ("rows", "i64"),
-]
+_PANEL_ARGS = [*BLOCK_ARGS, ("following", "!llvm.ptr"), ("rows", "i64")]
 _MANY_ARGS = [*SIZES, ("low", "i64"), ("high", "i64"), ("scratch", "!llvm.ptr")]
 
 

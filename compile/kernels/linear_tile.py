@@ -13,7 +13,9 @@ from buddy_pipeline.compile.kernels.linear_parts import LinearParts, ceil_div
 #: Multiplications of a weight that are written out one after the other.
 _UNROLL = 8
 
-_ARGS = [
+#: Names and types of what a K block of some tokens by one panel is made from: packed activations,
+#: weights, outputs and their row stride, depth, bias, scales, whether chains begin and end here.
+BLOCK_ARGS = [
     ("a", "!llvm.ptr"),
     ("w", "!llvm.ptr"),
     ("c", "!llvm.ptr"),
@@ -23,9 +25,8 @@ _ARGS = [
     ("scales", "!llvm.ptr"),
     ("first", "i1"),
     ("last", "i1"),
-    ("ahead", "!llvm.ptr"),
-    ("pace", "i64"),
 ]
+_ARGS = [*BLOCK_ARGS, ("ahead", "!llvm.ptr"), ("pace", "i64")]
 
 
 class LinearTile:

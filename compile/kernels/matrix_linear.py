@@ -104,16 +104,8 @@ class MatrixLinear(MatrixPanels):
                     pack = [t.gep(x, k.index), "%ldx", self.packed(), rows, length]
                     call_pack_rows(self, pack)
                     panels = [out, ldo, "%w", "%bias", rows, "%depth", k.index, length]
-                    panels += [
-                        low,
-                        high,
-                        row_low,
-                        around,
-                        "%turns",
-                        "%epilogue",
-                        "%context",
-                        "%scratch",
-                    ]
+                    panels += [low, high, row_low, around, "%turns", "%epilogue", "%context"]
+                    panels.append("%scratch")
                     t.choose(
                         is_many,
                         partial(self.call, "many_tiles", PANELS_ARGS, panels),
